@@ -108,10 +108,7 @@ class LoRA:
             for _, layer in top.walk(""):
                 inner.append(layer)
                 known.update(layer.projections())
-        unknown = []
-        for name in self.targets:
-            if name not in known:
-                unknown.append(name)
+        unknown = sorted({*self.targets} - known)
         if unknown:
             raise ArgumentError(
                 "no layer has a projection of this name",

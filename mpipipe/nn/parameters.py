@@ -265,13 +265,12 @@ def draw_into(buffer: FlatBuffer, declared: Mapping[str, Parameter], seed: int) 
     """Set the arrays of a buffer to the initial values of parameters."""
     for name, parameter in declared.items():
         generator = initial_generator(seed, parameter.stream or parameter.tie or name)
+        values = parameter.draw(generator, parameter.shape)
         target = buffer[name]
-        host = target
         if arrays.is_device(target):
-            host = np.empty(target.shape, target.dtype)
-        host[...] = parameter.draw(generator, parameter.shape)
-        if host is not target:
-            arrays.upload(host, out=target)
+            arrays.upload(values.astype(target.dtype, "C"), out=target)
+        else:
+            target[...] = values
 
 
 def shapes_of(declared: Mapping[str, Parameter]) -> dict[str, Shape]:

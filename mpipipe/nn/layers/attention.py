@@ -100,12 +100,13 @@ class SelfAttention(Layer):
     ):
         if kv_heads is None:
             kv_heads = heads
-        check_positive(
-            dim=dim, heads=heads, kv_heads=kv_heads, head_dim=1 if head_dim is None else head_dim
-        )
-        fits = heads % kv_heads == 0 and (head_dim is not None or dim % heads == 0)
+        check_positive(dim=dim, heads=heads, kv_heads=kv_heads)
+        fits = heads % kv_heads == 0
         if head_dim is None:
+            fits = fits and dim % heads == 0
             head_dim = dim // heads
+        else:
+            check_positive(head_dim=head_dim)
         if not fits or (rope_base is not None and head_dim % 2):
             raise ArgumentError(
                 "the heads of SelfAttention do not fit",
@@ -128,11 +129,8 @@ class SelfAttention(Layer):
         self.positions = None
         if positions is not None:
             self.positions = np.asarray(positions)
-        if self.positions is not None:
             as_attend(attend).check_positions(self.positions)
-        self.rope_base = None
-        if rope_base is not None:
-            self.rope_base = float(rope_base)
+        self.rope_base = rope_base
         self.rope_scaling = rope_scaling
         self.eps = eps
         self.coordinates: np.ndarray | None = None

@@ -360,19 +360,15 @@ class Join(Layer):
 
     def forward(self, x: Array) -> WithSaved:
         other: Any = self.stage.taken(self.takes[0])
-        kernels = self.stage.kernels
         axis = self.axis
         expected = f"{x.dtype}{list(x.shape)}"
         if axis is not None:
             axis %= x.ndim
             expected += f", but for axis {self.axis}"
-        fits = False
-        if arrays.is_array(other) and other.ndim == x.ndim and other.dtype == x.dtype:
-            before = list(x.shape)
-            after = list(other.shape)
-            if axis is not None:
-                before[axis] = after[axis] = 0
-            fits = axis != 0 and before == after
+        fits = arrays.is_array(other) and other.ndim == x.ndim and other.dtype == x.dtype
+        if fits:
+            differ = np.flatnonzero(np.not_equal(x.shape, other.shape))
+            fits = axis != 0 and {*differ} <= {axis}
         if not fits:
             raise ArgumentError(
                 f"layer {self.name} (Join): what it takes as {self.takes[0]!r} does not fit its "
@@ -381,7 +377,7 @@ class Join(Layer):
                 expected=expected,
             )
         if axis is None:
-            return kernels.add(x, other), None
+            return self.stage.kernels.add(x, other), None
         return arrays.concatenate((x, other), axis), x.shape[axis]
 
     def backward_input(self, dy: Array, saved: Saved) -> WithPending:

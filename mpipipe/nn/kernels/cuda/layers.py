@@ -131,10 +131,10 @@ def _constants(x: DeviceArray, *others: DeviceArray) -> dict[str, Any]:
     """Return the constants that norm.cu is compiled for."""
     width = vector_width(x, *others, divides=x.shape[1])
     words = x.shape[1] // width
-    threads = next((n for n in SHARED if words <= n * KEPT), 0)
-    if not threads:
-        return {"T": x.dtype, "V": width, "G": LONG, "K": 0}
-    return {"T": x.dtype, "V": width, "G": threads, "K": -(-words // threads)}
+    for threads in SHARED:
+        if words <= threads * KEPT:
+            return {"T": x.dtype, "V": width, "G": threads, "K": -(-words // threads)}
+    return {"T": x.dtype, "V": width, "G": LONG, "K": 0}
 
 
 def _block(threads: int) -> tuple[int, int]:
@@ -190,15 +190,13 @@ def norm_backward(
         inputs.append(more)
     dx = arrays.empty_like(x)
     call = _norm_backward.call(tuple(inputs), (dx,), (name,))
-    if call is None:
-        make = arrays.zeros
-    else:
-        make = arrays.empty
     blocks = 1
+    make = arrays.zeros
     if call is not None:
         blocks = call.grid[0]
+        make = arrays.empty
     parts = []
-    for _ in range(2 if centred else 1):
+    for _ in range(1 + centred):
         parts.append(make((blocks, x.shape[1]), scale.dtype, "cuda"))
     if call is not None:
         call.launch((*inputs, dx, *parts))

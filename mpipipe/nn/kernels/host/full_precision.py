@@ -31,8 +31,6 @@ LAID = 1 << 14  # elements of which `copy` moves rows
 
 def add(x: HostArray, y: HostArray) -> HostArray:
     """Return x + y."""
-    if x.size <= ELEMENTS:
-        return x + y
     return elementwise(np.add, np.empty_like(x), x, y)
 
 
@@ -112,12 +110,11 @@ def _complex_of(dtype: np.dtype) -> np.dtype:
 
 def embed(weight: HostArray, ids: HostArray) -> HostArray:
     """Return row `id` of the table for each id."""
-    if ids.size * weight.shape[1] <= ELEMENTS:
-        return np.take(weight, ids, axis=0, mode="clip")
-    rows = np.empty((ids.size, weight.shape[1]), weight.dtype)
     flat = ids.reshape(-1)
+    width = weight.shape[1]
+    rows = np.empty((flat.size, width), weight.dtype)
     each(lambda at: np.take(weight, flat[at], 0, rows[at], "clip"), blocks(*rows.shape))
-    return rows.reshape(*ids.shape, -1)
+    return rows.reshape(*ids.shape, width)
 
 
 def embed_backward(dy: HostArray, ids: HostArray, grad: HostArray) -> None:
@@ -386,19 +383,18 @@ def softmax_cross_entropy(
 
     def term(at: slice) -> float:
         part = upcast(logits[at])
-        labels = ids[at]
-        picks = np.arange(at.stop - at.start)
+        picked = np.arange(len(part)), ids[at]
         to = part
         if logits.itemsize > 2:
             to = gradient[at]
         np.subtract(part, part.max(1, keepdims=True), out=to)
-        hits = to[picks, labels]
+        hits = to[picked]
         np.exp(to, out=to)
         sums = np.add.reduce(to, 1, keepdims=True)
         value = float(np.sum(np.log(sums[:, 0], dtype=np.float64) - hits))
         sums *= count
         to /= sums
-        to[picks, labels] -= 1 / count
+        to[picked] -= 1 / count
         if logits.itemsize == 2:
             copy(to, gradient[at])
         return value
