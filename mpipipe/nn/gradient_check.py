@@ -111,7 +111,7 @@ class _Check:
             self.more = (position,)
         self.x = _copied(x)
         self.inputs = {}
-        for name, leaf in _leaves(_plain(self.x), "input").items():
+        for name, leaf in named_leaves(_plain(self.x), "input"):
             if leaf.dtype.kind in "fc":
                 self.inputs[name] = leaf
         self.gradients = _named(getattr(stage, "gradients", None), prefix)
@@ -185,7 +185,7 @@ class _Check:
     def _gradients(self, dx: object) -> dict[str, np.ndarray]:
         of_input = {}
         if dx is not None:
-            of_input = _leaves(_plain(dx), "input")
+            of_input = dict(named_leaves(_plain(dx), "input"))
         result = {}
         for name, array in self.inputs.items():
             shape = getattr(of_input.get(name), "shape", None)
@@ -319,10 +319,6 @@ class _Check:
 def _plain(tree: object) -> Any:
     """Return a tree without names of its entries, which gradients need not have."""
     return arrays.unflatten(*arrays.flatten(tree))
-
-
-def _leaves(tree: object, name: str) -> dict[str, np.ndarray]:
-    return dict(named_leaves(tree, name))
 
 
 def _changed(now: object, before: object, name: str) -> list[str]:

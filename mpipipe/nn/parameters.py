@@ -167,7 +167,7 @@ class FlatBuffer(Mapping[str, Any]):
         step = ALIGNMENT // (narrowest or dtype).itemsize
         self.offsets: dict[str, int] = {}
         end = 0
-        for name in shapes if order is None else order:
+        for name in order or shapes:
             self.offsets[name] = end
             end += -(-math.prod(shapes[name]) // step) * step
         self._views: dict[str, Any] = {}
@@ -431,10 +431,15 @@ class StageBuffers:
         return self._gradients
 
     @property
+    def has_copy(self) -> bool:
+        """Whether layers compute with a copy of the parameters in a half dtype."""
+        return self.compute is not self.parameters
+
+    @property
     def buffers(self) -> list[FlatBuffer]:
         """All buffers."""
         buffers = [*self._trained, self.frozen_parameters]
-        if self.compute is not self.parameters:
+        if self.has_copy:
             buffers.append(self.frozen_compute)
         return buffers
 
@@ -446,7 +451,7 @@ class StageBuffers:
     @property
     def _trained(self) -> list[FlatBuffer]:
         buffers = [self.parameters, self._gradients]
-        if self.compute is not self.parameters:
+        if self.has_copy:
             buffers.append(self.compute)
         return buffers
 

@@ -165,7 +165,7 @@ class Stage(StageBuffers, Differentiable):
                 adapted[f"{name}.{key}"] = layer
         shapes = {name: self.parameters[name].shape for name in adapted}
         sums = self.compute
-        if self.compute is self.parameters:
+        if not self.has_copy:
             sums = FlatBuffer(shapes, self.dtype, self.device)
         for name, layer in adapted.items():
             self.merged[name] = layer, sums[name]
@@ -296,19 +296,19 @@ class Stage(StageBuffers, Differentiable):
         Nothing else may write parameters.
         """
         self.refresh()
-        self.optimizer_writes = self.compute is not self.parameters or bool(self.merged)
+        self.optimizer_writes = self.has_copy or bool(self.merged)
 
     @property
     def kept_copy(self) -> Array | None:
         """Array that optimizers write besides the parameters: `compute.flat`, once they do."""
-        if self.optimizer_writes and self.compute is not self.parameters:
+        if self.optimizer_writes and self.has_copy:
             return self.compute.flat
         return None
 
     @property
     def originals(self) -> FlatBuffer | None:
         """The parameters, if layers compute with nothing but a copy of them in a half dtype."""
-        if self.compute is self.parameters or self.merged:
+        if self.merged or not self.has_copy:
             return None
         return self.parameters
 
@@ -332,7 +332,7 @@ class Stage(StageBuffers, Differentiable):
         """Names that its inputs must have, as the first stage; None if a subclass takes any."""
         if self.takes_branches:
             return None
-        return {*self.names.comes_in}
+        return self.names.comes_in
 
     def check_skips(self, number: int, takes: Sequence[str], gives: Sequence[str]) -> None:
         """Raise ArgumentError unless these are the skips that its layers know of.

@@ -134,9 +134,7 @@ class HeadSlice(Layer):
             parts = (x,)
         carried = self.number
         if self.takes:
-            carried = 0
-            if self.number:
-                carried = 2
+            carried = 2 * min(carried, 1)
         if len(parts) != 1 + carried:
             raise ArgumentError(
                 f"layer {self.name} (HeadSlice): slice {self.number} of {self.of} does not take "

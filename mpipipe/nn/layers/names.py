@@ -194,7 +194,7 @@ class Names(Differentiable):
         self.chain = Sequential(layers)
         self.chain.stage = stage
         self.takes, self.named, self.unclaimed = names_of(layers)
-        self.comes_in = self.takes
+        self.comes_in = {*self.takes}
         self.goes_out = self.unclaimed
         self.gradients: dict[str, Tree] | None = None  # None outside of a backward
         self.entry: Differentiable = self.chain
@@ -211,14 +211,11 @@ class Names(Differentiable):
         if names:
             self.entry = self
         self.goes_out = tuple(names)
-        self.comes_in = self.takes
-        for name in names:
-            if name not in (*self.named, *self.takes):
-                self.comes_in += (name,)
+        self.comes_in = {*self.takes, *names} - {*self.named}
 
     def forward(self, x: Tree) -> tuple[Tree, Saved]:
         main, handed = _divided(x)
-        if handed.keys() != {*self.comes_in}:
+        if handed.keys() != self.comes_in:
             raise ArgumentError(
                 "the layers of a stage take other names than it is handed",
                 found=", ".join(sorted(handed)) or "no names",

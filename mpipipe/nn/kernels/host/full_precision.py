@@ -73,7 +73,7 @@ def rope_table(angles: HostArray, amplitude: float, dtype: np.dtype) -> HostArra
     table = np.exp(1j * angles)
     if amplitude != 1:
         table *= amplitude
-    table = table.astype(_complex_of(dtype))[:, None, :]
+    table = table.astype(np.result_type(dtype, np.complex64))[:, None, :]
     table.flags.writeable = False
     return table
 
@@ -97,12 +97,7 @@ def apply_rope(x: HostArray, table: HostArray, target: HostArray, inverse: bool 
 
 def _pairs(x: HostArray) -> HostArray:
     """Return x (..., head_dim) as complex (..., head_dim / 2), a view."""
-    return x.view(_complex_of(x.dtype))
-
-
-def _complex_of(dtype: np.dtype) -> np.dtype:
-    """Return complex128 for float64, complex64 for all others."""
-    return np.dtype(np.complex128 if dtype == np.float64 else np.complex64)
+    return x.view(np.result_type(x, np.complex64))
 
 
 # -- embedding -------------------------------------------------------------------------------------
