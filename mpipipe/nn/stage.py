@@ -81,6 +81,10 @@ class Stage(StageBuffers, Differentiable):
         All layers within it, with their full names.
     layer_of : dict of str to (Layer, str)
         The layer of each parameter, and what that calls it.
+    ties : dict of str to list of str
+        Names of the parameters on this stage that carry a tie, by its key.
+    first_layer : Layer
+        The layer that sees the input, within the first one.
     index, headless : int or None, bool
         Set by the pipeline: the logical stage number, and whether a `Head` at the end leaves its
         product to a `HeadCrossEntropy`.
@@ -144,33 +148,31 @@ class Stage(StageBuffers, Differentiable):
         self.gives = self.names.named
         self.hand_on = self.names.hand_on
         self.named_layers = self._named_layers()
+        self.first_layer = leaf(self.names.chain, 0)
         self.layer_of: dict[str, tuple[Layer, str]] = {}
+        self.ties: dict[str, list[str]] = {}
         declared = {}
-        for name, layer in self.named_layers:
+        for layer_name, layer in self.named_layers:
             for key, parameter in layer.declared.items():
-                self.layer_of[full_name(name, key)] = layer, key
-                declared[full_name(name, key)] = parameter
+                name = full_name(layer_name, key)
+                self.layer_of[name] = layer, key
+                declared[name] = parameter
+                if parameter.tie is not None:
+                    self.ties.setdefault(parameter.tie, []).append(name)
         names = frozen_names(declared, tuple(frozen))
         super().__init__(declared, names, self.dtype, self.device, seed)
-        self._bind()
-
-    def _bind(self) -> None:
-        """Bind the layers; those with adapters compute with sums of matrices and adapters."""
         self.sync_compute()
-        # Layers with adapters (see nn.LoRA), by the name of the matrix.
-        adapted: dict[str, Layer] = {}
         for name, layer in self.named_layers:
             layer.bind(self, name)
             for key in layer.adapters:
-                adapted[f"{name}.{key}"] = layer
-        shapes = {name: self.parameters[name].shape for name in adapted}
-        sums = self.compute
-        if not self.has_copy:
-            sums = FlatBuffer(shapes, self.dtype, self.device)
-        for name, layer in adapted.items():
-            self.merged[name] = layer, sums[name]
-            setattr(layer, name.rpartition(".")[2], sums[name])
-        if adapted:
+                # It computes with the sum of matrix and adapters (see nn.LoRA).
+                matrix = full_name(name, key)
+                total = self.compute[matrix]
+                if not self.has_copy:
+                    total = arrays.empty_like(total)
+                self.merged[matrix] = layer, total
+                setattr(layer, key, total)
+        if self.merged:
             self.before_write.append(partial(setattr, self, "written", True))
             merge(self, anew=True)
         _mark_frozen(self.named_layers)
@@ -199,16 +201,6 @@ class Stage(StageBuffers, Differentiable):
     def tables(self) -> RopeTables:
         """The rotary tables that the layers share."""
         return RopeTables(self.kernels.rope_table, self.dtype)
-
-    @property
-    def ties(self) -> dict[str, list[str]]:
-        """Names of the parameters on this stage that carry a tie, by its key."""
-        ties: dict[str, list[str]] = {}
-        for name, (layer, key) in self.layer_of.items():
-            tie = layer.declared[key].tie
-            if tie is not None:
-                ties.setdefault(tie, []).append(name)
-        return ties
 
     @property
     def state(self) -> dict[str, Array]:
@@ -252,11 +244,6 @@ class Stage(StageBuffers, Differentiable):
         if not flat.size:
             return []
         return [flat]
-
-    @property
-    def first_layer(self) -> Layer:
-        """The layer that sees the input, within the first one."""
-        return leaf(self.names.chain, 0)
 
     def _named_layers(self) -> list[tuple[str, Layer]]:
         named: list[tuple[str, Layer]] = []

@@ -313,7 +313,7 @@ class Layer(Differentiable):
 
     # -- how layers of the package add to gradients, which may be frozen or have adapters
 
-    def _add(self, key: str, kernel: Callable[..., None], *parts: Any) -> None:
+    def _add(self, key: str, kernel: Callable[..., None], *parts: Array) -> None:
         """Add to a gradient by a kernel that takes it last, where it is there and not frozen."""
         gradient = self.__dict__.get(f"{key}_grad")  # set by `bind`
         if gradient is not None:
