@@ -17,15 +17,14 @@ from mpipipe.arrays import Array, Shape
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels
 from mpipipe.nn.checks import check_features, check_positive, checked_ids, rows
+from mpipipe.nn.kernels.interface import LossAndGradient
 from mpipipe.nn.layers.embedding import Head
 from mpipipe.nn.layers.head_slices import tile_rows, tiles
 from mpipipe.nn.layers.layer import Layer, leaf
 from mpipipe.nn.stage import Stage
 
 
-def mean_squared_error(
-    output: Array, target: Array, factor: float = 1.0
-) -> tuple[float | Array, Array]:
+def mean_squared_error(output: Array, target: Array, factor: float = 1.0) -> LossAndGradient:
     """Return the mean of abs(output - target)**2 over all elements, and its gradient.
 
     Parameters
@@ -81,9 +80,7 @@ def mean_squared_error(
     return kernels.of_array(output).mean_squared_error(output, target, factor)
 
 
-def softmax_cross_entropy(
-    output: Array, target: Array, factor: float = 1.0
-) -> tuple[float | Array, Array]:
+def softmax_cross_entropy(output: Array, target: Array, factor: float = 1.0) -> LossAndGradient:
     """Return the mean of -log softmax(output)[target] over all rows, in nats, and its gradient.
 
     Parameters
@@ -125,9 +122,7 @@ def softmax_cross_entropy(
     return value, gradient.reshape(output.shape)
 
 
-def mean_of_losses(
-    output: Array, target: Array, factor: float = 1.0
-) -> tuple[float | Array, Array]:
+def mean_of_losses(output: Array, target: Array, factor: float = 1.0) -> LossAndGradient:
     """Return the mean of the losses that the last `HeadSlice` gives, and its gradient.
 
     Parameters

@@ -19,6 +19,10 @@ from mpipipe.arrays import Array, DeviceArray
 Range: TypeAlias = "tuple[int, int, bool]"
 
 
+# The mean of a loss, on a GPU an array without axes, and the gradient of the output.
+LossAndGradient: TypeAlias = "tuple[float | Array, Array]"
+
+
 class AdamWNumbers(NamedTuple):
     """Scalars of a step of AdamW; at step t the corrections are 1 - b1^t and 1 - b2^t."""
 
@@ -205,7 +209,7 @@ class Kernels(Protocol):
 
     def mean_squared_error(
         self, output: Array, target: Array, factor: float = 1.0
-    ) -> tuple[float | Array, Array]:
+    ) -> LossAndGradient:
         """Return (mean of (output - target)^2, factor * its gradient).
 
         The arrays have one shape and floating dtypes.
@@ -213,7 +217,7 @@ class Kernels(Protocol):
 
     def softmax_cross_entropy(
         self, logits: Array, ids: Array, factor: float = 1.0, out: Array | None = None
-    ) -> tuple[float | Array, Array]:
+    ) -> LossAndGradient:
         """Return (mean of -log softmax(logits)[id] over the rows, factor * its gradient).
 
         logits are (rows, vocab), ids integers (rows,). An id outside of 0 ... vocab - 1 makes the

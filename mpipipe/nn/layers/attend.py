@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.layers.layer import Position, Saved, WithSaved
+
+# Queries, keys and values, or their gradients.
+ThreeArrays: TypeAlias = "tuple[Array, Array, Array]"
 
 
 @runtime_checkable
@@ -28,9 +31,7 @@ class Attend(Protocol):
     def forward(self, q: Array, k: Array, v: Array) -> WithSaved:
         """Return (out, saved): all that `backward` needs."""
 
-    def backward(
-        self, dout: Array, saved: Saved, room: tuple[Array, Array, Array] | None = None
-    ) -> tuple[Array, Array, Array]:
+    def backward(self, dout: Array, saved: Saved, room: ThreeArrays | None = None) -> ThreeArrays:
         """Return the gradients of q, k and v.
 
         Parameters
@@ -96,7 +97,7 @@ class ForwardAndBackward(Protocol):
     def forward(self, q: Array, k: Array, v: Array) -> WithSaved:
         """As `Attend.forward`."""
 
-    def backward(self, dout: Array, saved: Saved) -> tuple[Array, Array, Array]:
+    def backward(self, dout: Array, saved: Saved) -> ThreeArrays:
         """As `Attend.backward`."""
 
 
@@ -112,9 +113,7 @@ class AttendAdapter(Attend):
     def forward(self, q: Array, k: Array, v: Array) -> WithSaved:
         return self.inner.forward(q, k, v)
 
-    def backward(
-        self, dout: Array, saved: Saved, room: tuple[Array, Array, Array] | None = None
-    ) -> tuple[Array, Array, Array]:
+    def backward(self, dout: Array, saved: Saved, room: ThreeArrays | None = None) -> ThreeArrays:
         return self.inner.backward(dout, saved)
 
     def with_window(self, window: int) -> Attend:

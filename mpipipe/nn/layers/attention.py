@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.checks import check_positive, check_sequence, rows
-from mpipipe.nn.layers.attend import ForwardAndBackward, as_attend, why_unrecordable
+from mpipipe.nn.layers.attend import ForwardAndBackward, ThreeArrays, as_attend, why_unrecordable
 from mpipipe.nn.layers.layer import (
     Layer,
     Pending,
@@ -242,7 +242,7 @@ class SelfAttention(Layer):
         if self.stage.poll is not None:
             self._attend.poll = self.stage.poll
 
-    def _split(self, qkv: Array) -> tuple[Array, Array, Array]:
+    def _split(self, qkv: Array) -> ThreeArrays:
         first = self.heads
         second = self.heads + self.kv_heads
         return qkv[:, :, :first], qkv[:, :, first:second], qkv[:, :, second:]

@@ -173,8 +173,8 @@ class LearnedPositions(Layer):
         self.positions = None
         if positions is not None:
             self.positions = np.asarray(positions)
-        if attend is not None and self.positions is not None:
-            as_attend(attend).check_positions(self.positions)
+            if attend is not None:
+                as_attend(attend).check_positions(self.positions)
         self.mixes_positions = attend is None or as_attend(attend).slice_rows is None
         self.declared = {"weight": matrix(count, dim, gain)}
 

@@ -350,14 +350,11 @@ def softmax_cross_entropy(
     The mean is NaN where an id is out of range.
     """
     rows = len(logits)
-    gradient: DeviceArray = out
     if out is None:
-        gradient = arrays.empty_like(logits)
+        out = arrays.empty_like(logits)
     losses = arrays.empty((rows,), FLOAT64, "cuda")
-    _cross_entropy(
-        (logits, ids, gradient), (losses,), (), (scalar_type(logits.dtype)(factor / rows),)
-    )
-    return _mean(losses, rows), gradient
+    _cross_entropy((logits, ids, out), (losses,), (), (scalar_type(logits.dtype)(factor / rows),))
+    return _mean(losses, rows), out
 
 
 @Packed
