@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -25,7 +25,7 @@ from mpipipe.nn.layers.layer import (
     leaf,
     mixes,
 )
-from mpipipe.nn.layers.names import Names, check_links, no_branches_error, sum_of
+from mpipipe.nn.layers.names import Names, no_branches_error, sum_of
 from mpipipe.nn.lora import merge
 from mpipipe.nn.parameters import FlatBuffer, StageBuffers, frozen_names
 from mpipipe.nn.rope import RopeTables
@@ -81,6 +81,8 @@ class Stage(StageBuffers, Differentiable):
         All layers within it, with their full names.
     layer_of : dict of str to (Layer, str)
         The layer of each parameter, and what that calls it.
+    tables : RopeTables
+        The rotary tables that the layers share.
     ties : dict of str to list of str
         Names of the parameters on this stage that carry a tie, by its key.
     first_layer : Layer
@@ -143,6 +145,7 @@ class Stage(StageBuffers, Differentiable):
                     found=type(layer).__name__,
                     expected="an instance of nn.Layer",
                 )
+        self.tables = RopeTables(self.kernels.rope_table, self.dtype)
         self.names = Names(self, self.layers)
         self.takes = self.names.takes
         self.gives = self.names.named
@@ -196,11 +199,6 @@ class Stage(StageBuffers, Differentiable):
         )
 
     # -- parameters and gradients
-
-    @cached_property
-    def tables(self) -> RopeTables:
-        """The rotary tables that the layers share."""
-        return RopeTables(self.kernels.rope_table, self.dtype)
 
     @property
     def state(self) -> dict[str, Array]:
@@ -337,7 +335,22 @@ class Stage(StageBuffers, Differentiable):
         passes_on = number == 0 and gives
         if not self.has_names and (takes or gives) and not passes_on:
             raise no_branches_error(type(self).__name__, [*takes, *gives])
-        check_links(self.names, number, takes, gives)
+        # The first stage takes its names from the inputs, and hands on others that are there.
+        missing = {*self.names.unclaimed} - {*gives}
+        unknown = {*takes} - {*self.takes}
+        if number:
+            missing |= {*self.takes} - {*takes}
+            unknown |= {*gives} - {*self.gives}
+        if missing or unknown:
+            words = [f"no skip {name}" for name in sorted(missing)]
+            words += [f"skip {name}" for name in sorted(unknown)]
+            raise ArgumentError(
+                "the skips of the schedule are not those of the names that layers take and give",
+                found=", ".join(words),
+                expected="for each name a skip from the stage that gives it to each other one that "
+                "takes it",
+                remedy="Pipeline(stages, stages.schedule, ...) of what mpipipe.cut returns",
+            )
 
     def attach(self, number: int, poll: Callable[[], object], gives: Sequence[str] | None) -> None:
         """Take what a pipeline sets.
@@ -353,7 +366,11 @@ class Stage(StageBuffers, Differentiable):
         """
         self.index = number
         self.poll = poll
-        self.drop_sequences()
+        # Drop sequences in slices that a failed call has left.
+        for _, layer in self.named_layers:
+            attend: Any = getattr(layer, "_attend", None)
+            if getattr(attend, "slice_rows", None) is not None:
+                attend.begin(Position(-1))
         if gives is not None and not self.takes_branches:
             self.hand_on(gives)
 
@@ -414,13 +431,6 @@ class Stage(StageBuffers, Differentiable):
             for _, inner in layer.walk(""):
                 inner.has_backward = runs_again or place >= lowest
 
-    def drop_sequences(self) -> None:
-        """Drop sequences in slices that a failed call has left."""
-        for _, layer in self.named_layers:
-            attend: Any = getattr(layer, "_attend", None)
-            if getattr(attend, "slice_rows", None) is not None:
-                attend.begin(Position(-1))
-
     def unsliceable(self, rows: Sequence[int] | int | None = None) -> list[str]:
         """Name the layers that cannot take a sequence in slices along axis 1, such as "3 (Conv)".
 
@@ -449,7 +459,7 @@ class Stage(StageBuffers, Differentiable):
     @property
     def has_names(self) -> bool:
         """Whether names come in, go out, or are handed from layer to layer."""
-        return self.names.are_used
+        return self.names.entry is self.names
 
     def taken(self, name: str) -> Tree:
         """Return what stands under a name, in the forward of a layer that lists it in `takes`.

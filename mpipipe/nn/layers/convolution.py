@@ -218,7 +218,6 @@ class Conv(Layer):
         height = _even(sizes[0], most)
         deep = _even(len(x), max(1, most // sizes[0]))
         memory = self._empty((deep * height * line,), x.dtype)
-        rest = [slice(0, size) for size in sizes[1:]]
         for first, top in product(range(0, len(x), deep), range(0, sizes[0], height)):
             batch = slice(first, min(first + deep, len(x)))
             count = batch.stop - first
@@ -230,7 +229,7 @@ class Conv(Layer):
                 for start, number in zip((top * stride + line_of_tap, *others), points):
                     box.append(slice(start, start + number * stride, stride))
                 self.stage.kernels.copy(padded[tuple(box)], gathered[..., tap, :])
-            place = (batch, slice(top, top + points[0]), *rest)
+            place = (batch, slice(top, top + points[0]), *[slice(None)] * len(sizes[1:]))
             for group in range(self.groups):
                 part = gathered
                 if self.groups > 1:

@@ -141,28 +141,6 @@ def handed(x: Tree, values: dict[str, Tree], names: Collection[str]) -> Tree:
     return Branches(x, **{name: values[name] for name in names})
 
 
-def check_links(chain: Names, number: int, takes: Collection[str], gives: Collection[str]) -> None:
-    """Raise ArgumentError unless the skips at a stage are the names of its layers.
-
-    The first stage takes its names from the inputs, and hands on others that are there.
-    """
-    missing = set(chain.unclaimed) - set(gives)
-    unknown = set(takes) - set(chain.takes)
-    if number:
-        missing |= set(chain.takes) - set(takes)
-        unknown |= set(gives) - set(chain.named)
-    if missing or unknown:
-        words = [f"no skip {name}" for name in sorted(missing)]
-        words += [f"skip {name}" for name in sorted(unknown)]
-        raise ArgumentError(
-            "the skips of the schedule are not those of the names that layers take and give",
-            found=", ".join(words),
-            expected="for each name a skip from the stage that gives it to each other one that "
-            "takes it",
-            remedy="Pipeline(stages, stages.schedule, ...) of what mpipipe.cut returns",
-        )
-
-
 def no_branches_error(stage: str, names: Sequence[str]) -> ArgumentError:
     """Return the error for a stage with skips that knows nothing of them."""
     return ArgumentError(
@@ -200,11 +178,6 @@ class Names(Differentiable):
         self.entry: Differentiable = self.chain
         if self.takes or self.named:
             self.entry = self
-
-    @property
-    def are_used(self) -> bool:
-        """Whether names come in, go out, or are handed from layer to layer."""
-        return self.entry is self
 
     def hand_on(self, names: Collection[str]) -> None:
         """Give these names to later stages."""
