@@ -162,7 +162,7 @@ class Stage(StageBuffers, Differentiable):
                 declared[name] = parameter
                 if parameter.tie is not None:
                     self.ties.setdefault(parameter.tie, []).append(name)
-        names = frozen_names(declared, tuple(frozen))
+        names = frozen_names(declared, frozen)
         super().__init__(declared, names, self.dtype, self.device, seed)
         self.sync_compute()
         for name, layer in self.named_layers:

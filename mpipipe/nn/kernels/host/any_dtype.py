@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-import numpy as np
-
-from mpipipe.arrays import upcast, upcast_halves
+from mpipipe.arrays import upcast_halves
 from mpipipe.nn.kernels.host import HostArray, full_precision
 
 # These take every dtype, or are given float32 and float64 alone.
@@ -49,12 +47,14 @@ mean_squared_error = upcast_halves(full_precision.mean_squared_error, returned=(
 
 def scale(x: HostArray, factor: float, out: HostArray | None = None) -> HostArray:
     """As full_precision.scale; the product with a half is rounded, not the factor."""
-    if x.dtype.itemsize != 2:
-        return full_precision.scale(x, factor, out)
+    product = _scaled(x, factor)
     if out is None:
-        out = np.empty_like(x)
-    copy(full_precision.scale(upcast(x), float(np.float32(factor))), out)
+        return product
+    copy(product, out)
     return out
+
+
+_scaled = _rounded(full_precision.scale)
 
 
 def norm_backward(
