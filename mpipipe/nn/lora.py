@@ -197,28 +197,30 @@ def merge(stage: Stage, anew: bool = False) -> None:
         merge_into(stage, name, layer, target)
 
 
-def _without_adapters(stage: Stage, merged: bool) -> SimpleNamespace:
-    """Return what loads and saves the parameters of a stage, as that of a plain one.
+def without_adapters(stages: Iterable[Any], merged: bool) -> list[Any]:
+    """Return stages with the parameters of the plain model, to load or, merged, to save.
 
     Matrices come with their adapters, as new arrays, where they are `merged`; else they are the
     frozen ones themselves.
     """
-    views = {}
-    for name, array in stage.parameters.items():
-        if not is_adapter(name):
-            views[name] = array
-    if merged:
-        for name, (layer, _) in stage.merged.items():
-            views[name] = arrays.copied(views[name])
-            merge_into(stage, name, layer, views[name])
-    return SimpleNamespace(
-        parameters=showing(stage.parameters, views),
-        before_write=stage.before_write,
-        index=stage.index,
-        sync_compute=stage.sync_compute,
-    )
-
-
-def without_adapters(stages: Iterable[Any], merged: bool) -> list[Any]:
-    """Return stages with the parameters of the plain model, to load or, merged, to save."""
-    return [_without_adapters(stage, merged) if stage.merged else stage for stage in stages]
+    plain = []
+    for stage in stages:
+        if not stage.merged:
+            plain.append(stage)
+            continue
+        views = {}
+        for name, array in stage.parameters.items():
+            if not is_adapter(name):
+                views[name] = array
+        if merged:
+            for name, (layer, _) in stage.merged.items():
+                views[name] = arrays.copied(views[name])
+                merge_into(stage, name, layer, views[name])
+        loader = SimpleNamespace(
+            parameters=showing(stage.parameters, views),
+            before_write=stage.before_write,
+            index=stage.index,
+            sync_compute=stage.sync_compute,
+        )
+        plain.append(loader)
+    return plain

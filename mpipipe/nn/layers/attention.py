@@ -231,10 +231,20 @@ class SelfAttention(Layer):
 
     def _turn(self, qkv: Array, inverse: bool = False) -> None:
         """Turn queries and keys in place by their positions, or back."""
-        table = self._rope_table(qkv.shape[1])
-        if table is not None:
-            heads = qkv[:, :, : self.heads + self.kv_heads]
-            self.stage.kernels.apply_rope(heads, table, heads, inverse)
+        if self.rope_base is None:
+            return
+        seq = qkv.shape[1]
+        positions = self.positions
+        if positions is None:
+            positions = self._attend.positions(seq)
+        if self.coordinates is not None:
+            positions = self._coordinates_of(self.coordinates, positions, seq)
+        if positions is None:
+            positions = seq
+        tables = self.stage.tables
+        table = tables.of(positions, self.head_dim, self.rope_base, self.rope_scaling)
+        heads = qkv[:, :, : self.heads + self.kv_heads]
+        self.stage.kernels.apply_rope(heads, table, heads, inverse)
 
     def _begin(self, position: Position) -> None:
         """Tell the attend object the micro-batch, and let it keep messages moving."""
@@ -246,21 +256,6 @@ class SelfAttention(Layer):
         first = self.heads
         second = self.heads + self.kv_heads
         return qkv[:, :, :first], qkv[:, :, first:second], qkv[:, :, second:]
-
-    def _rope_table(self, seq: int) -> Array | None:
-        if self.rope_base is None:
-            return None
-        positions = self.positions
-        if positions is None:
-            positions = self._attend.positions(seq)
-        if self.coordinates is not None:
-            positions = self._coordinates_of(self.coordinates, positions, seq)
-        return self.stage.tables.of(
-            seq if positions is None else positions,
-            self.head_dim,
-            self.rope_base,
-            self.rope_scaling,
-        )
 
     def _coordinates_of(
         self, whole: np.ndarray, positions: np.ndarray | None, seq: int

@@ -190,8 +190,20 @@ class LearnedPositions(Layer):
         self._numbers = lru_cache(maxsize=NUMBERS)(self._made)
 
     def forward(self, x: Array) -> WithSaved:
-        added, numbers = self._rows(x)
-        return self.stage.kernels.add(x, added), numbers
+        check_sequence(self, x, self.dim, self.positions)
+        batch, seq = x.shape[:2]
+        positions = self.positions
+        if self._attend is not None:
+            self._attend.begin(self.stage.position)
+            positions = self._attend.positions(seq)
+        if positions is None:
+            positions = np.arange(seq)
+        numbers = self._numbers(batch, np.asarray(positions, np.int64).tobytes())
+        numbers = arrays.keep_for_graph(numbers)
+        if self._attend is not None:
+            self._attend.advance(seq)
+        kernels = self.stage.kernels
+        return kernels.add(x, kernels.embed(self.weight, numbers)), numbers
 
     def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         return dy, (dy, saved)
@@ -199,28 +211,9 @@ class LearnedPositions(Layer):
     def backward_weight(self, pending: Pending) -> None:
         self._add("weight", self.stage.kernels.embed_backward, *pending)
 
-    def _rows(self, x: Array) -> tuple[Array, Array]:
-        """Return the rows to add, in the shape of x, and their numbers (batch, seq)."""
-        check_sequence(self, x, self.dim, self.positions)
-        batch, seq = x.shape[:2]
-        positions = self.positions
-        if self._attend is not None:
-            self._attend.begin(self.stage.position)
-            positions = self._attend.positions(seq)
-        key: int | bytes = seq
-        if positions is not None:
-            key = np.ascontiguousarray(positions, np.int64).tobytes()
-        numbers = arrays.keep_for_graph(self._numbers(batch, key))
-        if self._attend is not None:
-            self._attend.advance(seq)
-        return self.stage.kernels.embed(self.weight, numbers), numbers
-
-    def _made(self, batch: int, key: int | bytes) -> Array:
-        """Make the numbers (batch, seq) of the first positions, or of those in int64 bytes."""
-        if isinstance(key, int):
-            numbers = np.arange(key)
-        else:
-            numbers = np.frombuffer(key, np.int64)
+    def _made(self, batch: int, positions: bytes) -> Array:
+        """Make the numbers (batch, seq) of positions in int64 bytes."""
+        numbers = np.frombuffer(positions, np.int64)
         if numbers.size and (numbers.min() < 0 or numbers.max() >= self.count):
             raise ArgumentError(
                 f"layer {self.name} (LearnedPositions): a position has no row in the table",

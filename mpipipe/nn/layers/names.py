@@ -216,10 +216,21 @@ class Names(Differentiable):
 
     def backward_input(self, dy: Tree, saved: Saved, whole: bool = False) -> tuple[Tree, Pending]:
         of_layers, handed = saved
-        main, skips = _divided(dy)
-        self.gradients = dict(skips)
+        main, gradients = _divided(dy)
+        self.gradients = gradients = dict(gradients)
         dx, pending = self.chain.backward_input(main, of_layers, whole)
-        return self._with_gradients(dx, handed), pending
+        self.gradients = None
+        if not handed:
+            return dx, pending
+        # These stay None where backwards end early.
+        skips: dict[str, Tree] = dict.fromkeys(handed)
+        if not self.chain.lowest:
+            for name, value in handed.items():
+                skips[name] = gradients.get(name)
+                # Where no layer has added one:
+                if skips[name] is None:
+                    skips[name] = arrays.mapped(_zeros_of, value)
+        return Branches(dx, **skips), pending
 
     def backward_weight(self, pending: Pending) -> None:
         self.chain.backward_weight(pending)
@@ -240,23 +251,6 @@ class Names(Differentiable):
                 f"{', '.join(names) or 'which there is none'}",
             )
         return self.gradients
-
-    def _with_gradients(self, dx: Tree, handed: dict[str, Tree]) -> Tree:
-        """Return the gradient of the input with those of what was handed in.
-
-        These are None where backwards end early.
-        """
-        gradients = self.gradients or {}
-        self.gradients = None
-        if not handed:
-            return dx
-        skips: dict[str, Tree] = dict.fromkeys(handed)
-        if not self.chain.lowest:
-            for name, value in handed.items():
-                skips[name] = gradients.get(name)
-                if skips[name] is None:  # no layer has added one
-                    skips[name] = arrays.mapped(_zeros_of, value)
-        return Branches(dx, **skips)
 
 
 def _divided(x: object) -> tuple[Tree, dict[str, Tree]]:

@@ -281,7 +281,8 @@ def norm(
         out = y[at]
         if bias is not None:
             part = _centred(part, out)
-        _inverse_root(part, eps, scale[at])
+        root = np.sqrt(np.vecdot(part, part) / part.shape[1] + eps)
+        np.reciprocal(root, out=scale[at])
         np.multiply(part, scale[at, None], out=out)
         out *= gain
         if bias is not None:
@@ -333,11 +334,6 @@ def norm_backward(
     if centred:
         return (dx, dgain, dbias)
     return (dx, dgain)
-
-
-def _inverse_root(x: HostArray, eps: float, out: HostArray) -> None:
-    """Out = 1 / sqrt(mean(x^2) + eps) of each row of x."""
-    np.reciprocal(np.sqrt(np.vecdot(x, x) / x.shape[1] + eps), out=out)
 
 
 def _centred(x: HostArray, out: HostArray) -> HostArray:
