@@ -67,7 +67,6 @@ from mpipipe.nn.parameters import (
     decay_ranges,
     divide_buffer,
     frozen_names,
-    is_frozen,
     partly_frozen_error,
     unite_buffer,
     zeros,

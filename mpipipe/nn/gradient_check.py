@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -23,6 +23,7 @@ SMOOTH = 1e-2
 KINKED = 100.0
 # Roundings that a sum may have met, in units of eps.
 ROUNDINGS = 1e3
+NamedArrays: TypeAlias = "dict[str, np.ndarray]"
 EPS = float(np.finfo(float).eps)
 TINY = float(np.finfo(float).tiny)
 # Of the noise in a value, over the step: five of what it is in the extrapolated difference.
@@ -111,7 +112,7 @@ class _Check:
             self.more = (position,)
         self.x = _copied(x)
         self.inputs = {}
-        for name, leaf in _leaves(_plain(self.x), "input").items():
+        for name, leaf in named_leaves(_plain(self.x), "input"):
             if leaf.dtype.kind in "fc":
                 self.inputs[name] = leaf
         self.gradients = _named(getattr(stage, "gradients", None), prefix)
@@ -144,10 +145,10 @@ class _Check:
             self.wrong.append("a second forward of the same input gives another output")
         y, saved = self._forward()
         self.dy = _random_like(first, self.random)
-        copies = _copied(y), _copied(self.dy)
+        dy = _copied(self.dy)
         expected = self._backward(saved)
         written = _changed(self.x, x, "input")
-        written += _changed(y, copies[0], "output") + _changed(self.dy, copies[1], "dy")
+        written += _changed(y, first, "output") + _changed(self.dy, dy, "dy")
         self.wrong += [f"{name} was written to" for name in written]
         if not self.wrong:
             for name, array in self.variables.items():
@@ -167,7 +168,7 @@ class _Check:
     def _forward(self) -> tuple[Any, Any]:
         return self.stage.forward(self.x, *self.more)
 
-    def _backward(self, *several: object) -> dict[str, np.ndarray]:
+    def _backward(self, *several: object) -> NamedArrays:
         """Return all gradients by name, summed over what several forwards have saved."""
         self._clear()
         for saved in several:
@@ -182,10 +183,10 @@ class _Check:
         for gradient in self.gradients.values():
             gradient[...] = 0
 
-    def _gradients(self, dx: object) -> dict[str, np.ndarray]:
+    def _gradients(self, dx: object) -> NamedArrays:
         of_input = {}
         if dx is not None:
-            of_input = _leaves(_plain(dx), "input")
+            of_input = dict(named_leaves(_plain(dx), "input"))
         result = {}
         for name, array in self.inputs.items():
             shape = getattr(of_input.get(name), "shape", None)
@@ -280,7 +281,7 @@ class _Check:
         if renew is not None:
             renew()
 
-    def _compare_ways(self, expected: dict[str, np.ndarray]) -> None:
+    def _compare_ways(self, expected: NamedArrays) -> None:
         """Compare gradients that come in other ways with those that differences have confirmed."""
         _, saved = self._forward()
         self.stage.forward(_random_like(self.x, self.random), *self.more)
@@ -303,9 +304,7 @@ class _Check:
         self.stage.backward_weight(pending)
         self._compare("from backward_input and backward_weight", self._gradients(dx), expected)
 
-    def _compare(
-        self, way: str, gradients: dict[str, np.ndarray], expected: Mapping[str, np.ndarray]
-    ) -> None:
+    def _compare(self, way: str, gradients: NamedArrays, expected: NamedArrays) -> None:
         for name, array in gradients.items():
             size = np.abs(expected[name]).max(initial=0)
             difference = np.abs(array - expected[name]).max(initial=0)
@@ -319,10 +318,6 @@ class _Check:
 def _plain(tree: object) -> Any:
     """Return a tree without names of its entries, which gradients need not have."""
     return arrays.unflatten(*arrays.flatten(tree))
-
-
-def _leaves(tree: object, name: str) -> dict[str, np.ndarray]:
-    return dict(named_leaves(tree, name))
 
 
 def _changed(now: object, before: object, name: str) -> list[str]:
@@ -356,7 +351,7 @@ def _real(array: np.ndarray) -> np.ndarray:
     return arrays.as_reals(np.ascontiguousarray(array))
 
 
-def _named(holder: object, prefix: str) -> dict[str, np.ndarray]:
+def _named(holder: object, prefix: str) -> NamedArrays:
     """Return the arrays of a mapping by name, or the array `flat` of another object."""
     if isinstance(holder, Mapping):
         return {name.removeprefix(prefix): array for name, array in holder.items()}

@@ -13,18 +13,21 @@ without adapters.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, Shape
 from mpipipe.errors import ArgumentError
-from mpipipe.nn.layers.layer import LORA_A, LORA_B, Adapter, Layer, StageOfLayer
+from mpipipe.nn.layers.layer import LORA_A, LORA_B, Adapter, Layer
 from mpipipe.nn.parameters import Parameter, showing, zeros
+
+if TYPE_CHECKING:
+    from mpipipe.nn.stage import Stage
 
 # Elements of a matrix that are summed at once on the host: they stay in a core's cache.
 PIECE = 1 << 16
@@ -105,10 +108,7 @@ class LoRA:
             for _, layer in top.walk(""):
                 inner.append(layer)
                 known.update(layer.projections())
-        unknown = []
-        for name in self.targets:
-            if name not in known:
-                unknown.append(name)
+        unknown = sorted({*self.targets} - known)
         if unknown:
             raise ArgumentError(
                 "no layer has a projection of this name",
@@ -159,11 +159,10 @@ def is_adapter(name: str) -> bool:
     return name.endswith((f".{LORA_A}", f".{LORA_B}"))
 
 
-def merge_into(stage: StageOfLayer, name: str, layer: Layer, target: Array) -> None:
+def merge_into(stage: Stage, name: str, layer: Layer, target: Array) -> None:
     """Set the rows of `target` with adapters to W + (alpha / rank) B A, W called `name`.
 
-    W is read once, and each row of the target is written once: on the host piece by piece, while it
-    is in cache.
+    On the host this is done piece by piece, while a piece is in cache.
     """
     prefix, _, key = name.rpartition(".")
     parameters = stage.parameters
@@ -184,44 +183,44 @@ def merge_into(stage: StageOfLayer, name: str, layer: Layer, target: Array) -> N
             step = max(1, PIECE // matrix.shape[1])
         for start in range(0, len(matrix), step):
             piece = slice(start, start + step)
-            kernels.linear_backward_weight(turned[:, piece], a, total[piece], False)
-            kernels.accumulate(total[piece], matrix[piece])
+            kernels.copy(matrix[piece], total[piece])
+            kernels.linear_backward_weight(turned[:, piece], a, total[piece])
         if total is not out:
             kernels.copy(total, out)
 
 
-def merge(
-    stage: StageOfLayer, merged: Mapping[str, tuple[Layer, Array]], anew: bool = False
-) -> None:
+def merge(stage: Stage, anew: bool = False) -> None:
     """Renew the rows with adapters of a stage's matrices, or all rows `anew`."""
-    for name, (layer, target) in merged.items():
+    for name, (layer, target) in stage.merged.items():
         if anew:
             stage.kernels.copy(stage.parameters[name], target)
         merge_into(stage, name, layer, target)
 
 
-def _without_adapters(stage: Any, merged: bool) -> SimpleNamespace:
-    """Return what loads and saves the parameters of a stage, as that of a plain one.
+def without_adapters(stages: Iterable[Any], merged: bool) -> list[Any]:
+    """Return stages with the parameters of the plain model, to load or, merged, to save.
 
     Matrices come with their adapters, as new arrays, where they are `merged`; else they are the
     frozen ones themselves.
     """
-    views = {}
-    for name, array in stage.parameters.items():
-        if not is_adapter(name):
-            views[name] = array
-    if merged:
-        for name, (layer, _) in stage.buffers.merged.items():
-            views[name] = arrays.copied(views[name])
-            merge_into(stage, name, layer, views[name])
-    return SimpleNamespace(
-        parameters=showing(stage.parameters, views),
-        before_write=stage.before_write,
-        index=stage.index,
-        sync_compute=stage.sync_compute,
-    )
-
-
-def without_adapters(stages: Iterable[Any], merged: bool) -> list[Any]:
-    """Return stages with the parameters of the plain model, to load or, merged, to save."""
-    return [_without_adapters(stage, merged) if stage.buffers.merged else stage for stage in stages]
+    plain = []
+    for stage in stages:
+        if not stage.merged:
+            plain.append(stage)
+            continue
+        views = {}
+        for name, array in stage.parameters.items():
+            if not is_adapter(name):
+                views[name] = array
+        if merged:
+            for name, (layer, _) in stage.merged.items():
+                views[name] = arrays.copied(views[name])
+                merge_into(stage, name, layer, views[name])
+        loader = SimpleNamespace(
+            parameters=showing(stage.parameters, views),
+            before_write=stage.before_write,
+            index=stage.index,
+            sync_compute=stage.sync_compute,
+        )
+        plain.append(loader)
+    return plain

@@ -17,15 +17,14 @@ from mpipipe.arrays import Array, Shape
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels
 from mpipipe.nn.checks import check_features, check_positive, checked_ids, rows
+from mpipipe.nn.kernels.interface import LossAndGradient
 from mpipipe.nn.layers.embedding import Head
 from mpipipe.nn.layers.head_slices import tile_rows, tiles
-from mpipipe.nn.layers.layer import Layer, leaf
+from mpipipe.nn.layers.layer import leaf
 from mpipipe.nn.stage import Stage
 
 
-def mean_squared_error(
-    output: Array, target: Array, factor: float = 1.0
-) -> tuple[float | Array, Array]:
+def mean_squared_error(output: Array, target: Array, factor: float = 1.0) -> LossAndGradient:
     """Return the mean of abs(output - target)**2 over all elements, and its gradient.
 
     Parameters
@@ -81,9 +80,7 @@ def mean_squared_error(
     return kernels.of_array(output).mean_squared_error(output, target, factor)
 
 
-def softmax_cross_entropy(
-    output: Array, target: Array, factor: float = 1.0
-) -> tuple[float | Array, Array]:
+def softmax_cross_entropy(output: Array, target: Array, factor: float = 1.0) -> LossAndGradient:
     """Return the mean of -log softmax(output)[target] over all rows, in nats, and its gradient.
 
     Parameters
@@ -125,9 +122,7 @@ def softmax_cross_entropy(
     return value, gradient.reshape(output.shape)
 
 
-def mean_of_losses(
-    output: Array, target: Array, factor: float = 1.0
-) -> tuple[float | Array, Array]:
+def mean_of_losses(output: Array, target: Array, factor: float = 1.0) -> LossAndGradient:
     """Return the mean of the losses that the last `HeadSlice` gives, and its gradient.
 
     Parameters
@@ -223,16 +218,10 @@ def _check_side(output: Array, target: Array) -> None:
 
 def worth_tiles(stage: Stage, count: int) -> bool:
     """Return whether a stage ends with a head whose logits of `count` rows do not fit a tile."""
-    head = _last_layer(stage)
+    head = leaf(stage.names.chain, -1)
     if not isinstance(head, Head):
         return False
     return count > tile_rows(head.outputs, stage.dtype.itemsize, stage.device)
-
-
-def _last_layer(stage: Stage) -> Layer | None:
-    if stage.layers:
-        return leaf(stage.layers[-1], -1)
-    return None
 
 
 class HeadCrossEntropy:
@@ -264,7 +253,7 @@ class HeadCrossEntropy:
     mean_over_entries = wants_host_targets = True
 
     def __init__(self, stage: Stage, tile: int | None = None):
-        head = _last_layer(stage)
+        head = leaf(stage.names.chain, -1)
         if not isinstance(head, Head):
             raise ArgumentError(
                 "the loss cannot take over the head's product",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, TypeAlias
@@ -167,7 +167,7 @@ class FlatBuffer(Mapping[str, Any]):
         step = ALIGNMENT // (narrowest or dtype).itemsize
         self.offsets: dict[str, int] = {}
         end = 0
-        for name in shapes if order is None else order:
+        for name in order or shapes:
             self.offsets[name] = end
             end += -(-math.prod(shapes[name]) // step) * step
         self._views: dict[str, Any] = {}
@@ -265,13 +265,12 @@ def draw_into(buffer: FlatBuffer, declared: Mapping[str, Parameter], seed: int) 
     """Set the arrays of a buffer to the initial values of parameters."""
     for name, parameter in declared.items():
         generator = initial_generator(seed, parameter.stream or parameter.tie or name)
+        values = parameter.draw(generator, parameter.shape)
         target = buffer[name]
-        host = target
         if arrays.is_device(target):
-            host = np.empty(target.shape, target.dtype)
-        host[...] = parameter.draw(generator, parameter.shape)
-        if host is not target:
-            arrays.upload(host, out=target)
+            arrays.upload(values.astype(target.dtype, "C"), out=target)
+        else:
+            target[...] = values
 
 
 def shapes_of(declared: Mapping[str, Parameter]) -> dict[str, Shape]:
@@ -356,88 +355,103 @@ def partly_frozen_error(key: str, trained: Collection[str]) -> ArgumentError:
     )
 
 
-@dataclass
 class StageBuffers:
-    """The arrays of a stage: flat ones of what is trained, and `frozen` for frozen parameters.
-
-    `compute` is what layers compute with: `parameters` itself, or a copy in a half dtype. `merged`
-    are the layers with adapters, by the name of a matrix, and its sum with them. With
-    `optimizer_writes` only optimizers write `compute`; `written` is whether they have since the
-    adapters were last merged.
-
-    `gpu` is the number of the GPU with the arrays, None on the host.
+    """The arrays of a stage: flat ones of what is trained, and others for frozen parameters.
 
     A pipeline sets what ties change: `owners` are (stage, name) where a parameter lies, if that is
     in other buffers or under another name; `parts` what its layer adds to, in place of the gradient
     there; `tied_copies` the names of parameters that norms count elsewhere.
+
+    Attributes
+    ----------
+    parameters, compute : FlatBuffer
+        All parameters by name; `.flat` is what is trained, for frozen ones lie elsewhere. Layers
+        compute with `compute`: `parameters` itself, or its copy in a half dtype by `refresh`.
+    frozen : set of str
+        Names of the parameters that stay as they are.
+    frozen_parameters, frozen_compute : FlatBuffer
+        Their arrays, and what layers compute with.
+    decay_ranges : list of (int, int, bool)
+        (start, stop, decay) ranges of the flat buffers.
+    gpu : int or None
+        Number of the GPU with the arrays; None on the host.
+    merged : dict of str to (Layer, array)
+        The layers with adapters, by the name of a matrix, and its sum with them.
+    optimizer_writes, written : bool
+        Whether only optimizers write `compute`, and have since the adapters were last merged.
     """
 
-    parameters: FlatBuffer
-    gradients: FlatBuffer
-    compute: FlatBuffer
-    frozen: FlatBuffer
-    frozen_compute: FlatBuffer
-    decay_ranges: list[tuple[int, int, bool]]
-    gpu: int | None
-    merged: dict[str, tuple[Any, Array]] = field(default_factory=dict)
-    optimizer_writes: bool = False
-    written: bool = False
-    owners: dict[str, tuple[Any, str]] = field(default_factory=dict)
-    parts: dict[str, Array] = field(default_factory=dict)
-    tied_copies: set[str] = field(default_factory=set)
+    keeps_halves = False  # True if parameters in half precision have no originals in float32
 
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         declared: Mapping[str, Parameter],
-        frozen_names: Collection[str],
+        frozen: Collection[str],
         dtype: np.dtype,
         device: str,
         seed: int,
-        keeps_halves: bool = False,
-    ) -> StageBuffers:
-        """Make the buffers of a stage that computes in `dtype`, with initial values."""
-        if keeps_halves:
+    ):
+        wide = arrays.accumulator(dtype)
+        if self.keeps_halves:
             wide = dtype
-        else:
-            wide = arrays.accumulator(dtype)
         trained: dict[str, Parameter] = {}
         rest: dict[str, Parameter] = {}
         for name, parameter in declared.items():
-            (rest if name in frozen_names else trained)[name] = parameter
+            (rest if name in frozen else trained)[name] = parameter
         order = memory_order(trained)
         make = partial(FlatBuffer, shapes_of(trained), device=device, narrowest=dtype, order=order)
-        parameters = make(wide)
-        draw_into(parameters, trained, seed)
-        gradients = make(wide)
-        frozen = FlatBuffer(shapes_of(rest), wide, device, dtype)
-        draw_into(frozen, rest, seed)
-        compute = parameters
-        frozen_compute = frozen
+        self.parameters = self.compute = make(wide)
+        draw_into(self.parameters, trained, seed)
+        self._gradients = make(wide)
+        self.frozen = {*rest}
+        self.frozen_parameters = FlatBuffer(shapes_of(rest), wide, device, dtype)
+        self.frozen_compute = self.frozen_parameters
+        draw_into(self.frozen_parameters, rest, seed)
         if wide != dtype:
-            compute = make(dtype)
-            frozen_compute = FlatBuffer(shapes_of(rest), dtype, device)
-            _show(compute, frozen_compute, declared)
+            self.compute = make(dtype)
+            self.frozen_compute = FlatBuffer(shapes_of(rest), dtype, device)
+            _show(self.compute, self.frozen_compute, declared)
         decays = {name: parameter.decay for name, parameter in trained.items()}
-        ranges = decay_ranges(parameters.offsets, decays, parameters.flat.size)
-        _show(parameters, frozen, declared)
-        gpu = None
+        end = self.parameters.flat.size
+        self.decay_ranges = decay_ranges(self.parameters.offsets, decays, end)
+        _show(self.parameters, self.frozen_parameters, declared)
+        self.gpu = None
         if device == "cuda":
-            gpu = arrays.current_gpu()
-        return cls(parameters, gradients, compute, frozen, frozen_compute, ranges, gpu)
+            self.gpu = arrays.current_gpu()
+        self.merged: dict[str, tuple[Any, Array]] = {}
+        self.optimizer_writes = False
+        self.written = False
+        self.owners: dict[str, tuple[Any, str]] = {}
+        self.parts: dict[str, Array] = {}
+        self.tied_copies: set[str] = set()
+
+    @property
+    def gradients(self) -> FlatBuffer:
+        """Gradients of what is trained, with the offsets of `parameters`."""
+        return self._gradients
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether layers compute with a copy of the parameters in a half dtype."""
+        return self.compute is not self.parameters
+
+    @property
+    def buffers(self) -> list[FlatBuffer]:
+        """All buffers."""
+        buffers = [*self._trained, self.frozen_parameters]
+        if self.has_copy:
+            buffers.append(self.frozen_compute)
+        return buffers
 
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        buffers = [*self._trained, self.frozen]
-        if self.frozen_compute is not self.frozen:
-            buffers.append(self.frozen_compute)
-        return sum(buffer.whole.nbytes for buffer in buffers)
+        return sum(buffer.whole.nbytes for buffer in self.buffers)
 
     @property
     def _trained(self) -> list[FlatBuffer]:
-        buffers = [self.parameters, self.gradients]
-        if self.compute is not self.parameters:
+        buffers = [self.parameters, self._gradients]
+        if self.has_copy:
             buffers.append(self.compute)
         return buffers
 
@@ -452,7 +466,7 @@ class StageBuffers:
         The memory stays allocated: to free it, all other arrays would have to move away from those
         who hold them.
         """
-        gradient = self.gradients[name]
+        gradient = self._gradients[name]
         for buffer in self._trained:
             buffer.flat = buffer.flat[: buffer.offsets.pop(name)]
         end = self.parameters.flat.size

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -25,6 +26,33 @@ class RopeScaling(ABC):
     """A scaling of rotary frequencies: a frozen dataclass whose `kind` names it in files."""
 
     kind: str
+    # Names of two fields, of which the first is the smaller one.
+    ordered: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        numbers = vars(self)
+        of = f"of {type(self).__name__}"
+        for name, value in numbers.items():
+            if name == "kind" or (name == "attention_factor" and value is None):
+                continue
+            fits = type(value) in (int, float) and 0 < value < math.inf
+            expected = "a finite number above 0"
+            if name == "factor":
+                fits = fits and value >= 1
+                expected = "a finite number of at least 1"
+            elif name == "original_positions":
+                fits = fits and type(value) is int
+                expected = "an integer of at least 1, the first length"
+            if not fits:
+                raise ArgumentError(f"{name} {of}", found=repr(value), expected=expected)
+        values = [numbers[name] for name in self.ordered]
+        if values and not values[0] < values[1]:
+            low, high = self.ordered
+            raise ArgumentError(
+                f"{low} and {high} {of}",
+                found=f"{values[0]} and {values[1]}",
+                expected=f"{low} below {high}",
+            )
 
     @property
     def amplitude(self) -> float:
@@ -69,9 +97,6 @@ class LinearScaling(RopeScaling):
     factor: float
     kind: str = field(default="linear", init=False)
 
-    def __post_init__(self) -> None:
-        _check_numbers(self)
-
     def scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
         return frequencies / self.factor
 
@@ -109,9 +134,7 @@ class Llama3Scaling(RopeScaling):
     high_freq_factor: float
     original_positions: int
     kind: str = field(default="llama3", init=False)
-
-    def __post_init__(self) -> None:
-        _check_numbers(self, "low_freq_factor", "high_freq_factor")
+    ordered = ("low_freq_factor", "high_freq_factor")
 
     def scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
         count = self.original_positions * frequencies / (2 * math.pi)
@@ -160,9 +183,7 @@ class YarnScaling(RopeScaling):
     beta_slow: float = 1.0
     attention_factor: float | None = None
     kind: str = field(default="yarn", init=False)
-
-    def __post_init__(self) -> None:
-        _check_numbers(self, "beta_slow", "beta_fast")
+    ordered = ("beta_slow", "beta_fast")
 
     @property
     def amplitude(self) -> float:
@@ -208,28 +229,6 @@ def scaling_of(numbers: Mapping[str, object]) -> RopeScaling:
         raise ArgumentError(
             f"the numbers of a rope scaling do not fit: {error}", found=repr(dict(numbers))
         ) from error
-
-
-def _check_numbers(scaling: RopeScaling, low: str = "", high: str = "") -> None:
-    """Raise ArgumentError unless the numbers are in their ranges, and `low` below `high`."""
-    of = f"of {type(scaling).__name__}"
-    numbers = vars(scaling)
-    for name, value in numbers.items():
-        if name == "kind" or (name == "attention_factor" and value is None):
-            continue
-        fits = type(value) in (int, float) and 0 < value < math.inf
-        expected = "a finite number above 0"
-        if name == "factor":
-            fits = fits and value >= 1
-            expected = "a finite number of at least 1"
-        elif name == "original_positions":
-            fits = fits and type(value) is int
-            expected = "an integer of at least 1, the first length"
-        if not fits:
-            raise ArgumentError(f"{name} {of}", found=repr(value), expected=expected)
-    if low and not numbers[low] < numbers[high]:
-        values = f"{numbers[low]} and {numbers[high]}"
-        raise ArgumentError(f"{low} and {high} {of}", found=values, expected=f"{low} below {high}")
 
 
 # -- Rotary position embedding (Su et al., "RoFormer", 2021) ---------------------------------------

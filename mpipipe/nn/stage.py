@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -19,18 +19,20 @@ from mpipipe.nn.layers.layer import (
     Pending,
     Position,
     Saved,
+    WithPending,
+    WithSaved,
     full_name,
     leaf,
     mixes,
 )
-from mpipipe.nn.layers.names import Names, check_links, no_branches_error, sum_of
+from mpipipe.nn.layers.names import Names, no_branches_error, sum_of
 from mpipipe.nn.lora import merge
 from mpipipe.nn.parameters import FlatBuffer, StageBuffers, frozen_names
 from mpipipe.nn.rope import RopeTables
 from mpipipe.text import counted
 
 
-class Stage(Differentiable):
+class Stage(StageBuffers, Differentiable):
     """Consecutive layers whose parameters, and gradients, lie in one array each.
 
     Parameters
@@ -60,8 +62,8 @@ class Stage(Differentiable):
         "cpu" or "cuda".
     kernels : Kernels
         The functions that layers compute with there (see nn.kernels).
-    buffers : StageBuffers
-        Where all arrays lie (see nn.parameters).
+    parameters, gradients, frozen, ... : FlatBuffer, set of str
+        Its arrays: see `StageBuffers` in nn.parameters.
     names : Names
         The layers one after the other, with the names that they take and give.
     position : Position
@@ -71,6 +73,20 @@ class Stage(Differentiable):
     before_write : list of callable
         Called without arguments before an optimizer or a load writes parameters (see
         nn.write_hooks).
+    takes, gives : tuple of str
+        The names that its layers take from outside, and that they give.
+    hand_on : callable
+        Takes the names that the layers give, or that the input has, which go to later stages.
+    named_layers : list of (str, Layer)
+        All layers within it, with their full names.
+    layer_of : dict of str to (Layer, str)
+        The layer of each parameter, and what that calls it.
+    tables : RopeTables
+        The rotary tables that the layers share.
+    ties : dict of str to list of str
+        Names of the parameters on this stage that carry a tie, by its key.
+    first_layer : Layer
+        The layer that sees the input, within the first one.
     index, headless : int or None, bool
         Set by the pipeline: the logical stage number, and whether a `Head` at the end leaves its
         product to a `HeadCrossEntropy`.
@@ -95,7 +111,6 @@ class Stage(Differentiable):
 
     # Unless its layers take or give names: a subclass that does so itself sets it to True.
     takes_branches = False
-    keeps_halves = False  # True if parameters in half precision have no originals in float32
 
     # What a pipeline asks of any stage: see mpipipe.stages.
     shows_gradients = True
@@ -130,37 +145,40 @@ class Stage(Differentiable):
                     found=type(layer).__name__,
                     expected="an instance of nn.Layer",
                 )
+        self.tables = RopeTables(self.kernels.rope_table, self.dtype)
         self.names = Names(self, self.layers)
+        self.takes = self.names.takes
+        self.gives = self.names.named
+        self.hand_on = self.names.hand_on
+        self.named_layers = self._named_layers()
+        self.first_layer = leaf(self.names.chain, 0)
+        self.layer_of: dict[str, tuple[Layer, str]] = {}
+        self.ties: dict[str, list[str]] = {}
         declared = {}
-        for name, (layer, key) in self._places().items():
-            declared[name] = layer.declared[key]
-        names = frozen_names(declared, tuple(frozen))
-        self.buffers = StageBuffers.of(
-            declared, names, self.dtype, self.device, self.seed, self.keeps_halves
-        )
-        self._bind()
-
-    def _bind(self) -> None:
-        """Bind the layers; those with adapters compute with sums of matrices and adapters."""
+        for layer_name, layer in self.named_layers:
+            for key, parameter in layer.declared.items():
+                name = full_name(layer_name, key)
+                self.layer_of[name] = layer, key
+                declared[name] = parameter
+                if parameter.tie is not None:
+                    self.ties.setdefault(parameter.tie, []).append(name)
+        names = frozen_names(declared, frozen)
+        super().__init__(declared, names, self.dtype, self.device, seed)
         self.sync_compute()
-        named = self._named_layers()
-        # Layers with adapters (see nn.LoRA), by the name of the matrix.
-        adapted: dict[str, Layer] = {}
-        for name, layer in named:
+        for name, layer in self.named_layers:
             layer.bind(self, name)
             for key in layer.adapters:
-                adapted[f"{name}.{key}"] = layer
-        shapes = {name: self.parameters[name].shape for name in adapted}
-        sums = self.compute
-        if self.compute is self.parameters:
-            sums = FlatBuffer(shapes, self.dtype, self.device)
-        for name, layer in adapted.items():
-            self.buffers.merged[name] = layer, sums[name]
-            setattr(layer, name.rpartition(".")[2], sums[name])
-        if adapted:
-            self.before_write.append(partial(setattr, self.buffers, "written", True))
-            merge(self, self.buffers.merged, anew=True)
-        _mark_frozen(named)
+                # It computes with the sum of matrix and adapters (see nn.LoRA).
+                matrix = full_name(name, key)
+                total = self.compute[matrix]
+                if not self.has_copy:
+                    total = arrays.empty_like(total)
+                self.merged[matrix] = layer, total
+                setattr(layer, key, total)
+        if self.merged:
+            self.before_write.append(partial(setattr, self, "written", True))
+            merge(self, anew=True)
+        _mark_frozen(self.named_layers)
         self.end_backward(False)
 
     def __repr__(self) -> str:
@@ -183,58 +201,10 @@ class Stage(Differentiable):
     # -- parameters and gradients
 
     @property
-    def parameters(self) -> FlatBuffer:
-        """All parameters by name; `.flat` is what is trained, for frozen ones lie elsewhere."""
-        return self.buffers.parameters
-
-    @property
-    def gradients(self) -> FlatBuffer:
-        """Gradients of what is trained, with the offsets of `parameters`."""
-        return self.buffers.gradients
-
-    @property
-    def compute(self) -> FlatBuffer:
-        """What layers compute with: `parameters`, or its copy in a half dtype.
-
-        `refresh` makes that copy.
-        """
-        return self.buffers.compute
-
-    @property
-    def gpu(self) -> int | None:
-        """Number of the GPU with the arrays; None on the host."""
-        return self.buffers.gpu
-
-    @cached_property
-    def tables(self) -> RopeTables:
-        """The rotary tables that the layers share."""
-        return RopeTables(self.kernels.rope_table, self.dtype)
-
-    @property
-    def decay_ranges(self) -> list[tuple[int, int, bool]]:
-        """(start, stop, decay) ranges of the flat buffers."""
-        return self.buffers.decay_ranges
-
-    @property
-    def frozen(self) -> set[str]:
-        """Names of the parameters that stay as they are."""
-        return set(self.buffers.frozen)
-
-    @property
-    def ties(self) -> dict[str, list[str]]:
-        """Names of the parameters on this stage that carry a tie, by its key."""
-        ties: dict[str, list[str]] = {}
-        for name, (layer, key) in self._places().items():
-            tie = layer.declared[key].tie
-            if tie is not None:
-                ties.setdefault(tie, []).append(name)
-        return ties
-
-    @property
     def state(self) -> dict[str, Array]:
         """Arrays that are not parameters, such as running means of a module of PyTorch, by name."""
         arrays_by_name = {}
-        for name, layer in self._named_layers():
+        for name, layer in self.named_layers:
             for key, array in layer.state.items():
                 arrays_by_name[full_name(name, key)] = array
         return arrays_by_name
@@ -273,47 +243,11 @@ class Stage(Differentiable):
             return []
         return [flat]
 
-    @property
-    def owners(self) -> Mapping[str, tuple[object, str]]:
-        """(stage, name) of parameters whose storage is another one's, by their names here."""
-        return self.buffers.owners
-
-    @property
-    def tied_copies(self) -> set[str]:
-        """Names of parameters here that are counted elsewhere (set by the pipeline)."""
-        return self.buffers.tied_copies
-
-    @property
-    def layer_of(self) -> dict[str, tuple[Layer, str]]:
-        """The layer of each parameter that is trained, and what that calls it."""
-        return {name: place for name, place in self._places().items() if name in self.gradients}
-
-    @property
-    def first_layer(self) -> Layer:
-        """The layer that sees the input, within the first one."""
-        return leaf(self.names.chain, 0)
-
     def _named_layers(self) -> list[tuple[str, Layer]]:
         named: list[tuple[str, Layer]] = []
         for place, layer in enumerate(self.layers, self.first):
             named += layer.walk(str(place))
         return named
-
-    @cached_property
-    def _preparing(self) -> list[Layer]:
-        """Layers that prepare for each call."""
-        preparing = []
-        for _, layer in self._named_layers():
-            if type(layer).begin_call is not Layer.begin_call:
-                preparing.append(layer)
-        return preparing
-
-    def _places(self) -> dict[str, tuple[Layer, str]]:
-        places = {}
-        for name, layer in self._named_layers():
-            for key in layer.declared:
-                places[full_name(name, key)] = layer, key
-        return places
 
     # -- the copy of parameters that layers compute with, and the sums with their adapters
 
@@ -322,24 +256,24 @@ class Stage(Differentiable):
 
         A pipeline does this at the start of each call.
         """
-        for layer in self._preparing:
+        for _, layer in self.named_layers:
             layer.begin_call()
-        if not self.buffers.optimizer_writes:
+        if not self.optimizer_writes:
             self.sync_compute()
-        elif self.buffers.written:
-            self.buffers.written = False
-            merge(self, self.buffers.merged)
+        elif self.written:
+            self.written = False
+            merge(self)
 
     def sync_compute(self) -> None:
         """Copy parameters to what layers compute with, even after `optimizer_writes_compute`.
 
         Call it after you wrote parameters yourself.
         """
-        frozen = self.buffers.frozen, self.buffers.frozen_compute
+        frozen = self.frozen_parameters, self.frozen_compute
         for wide, compute in ((self.parameters, self.compute), frozen):
             if compute is not wide and not wide.is_divided and wide.flat.size:
                 self.kernels.copy(wide.flat, compute.flat)
-        merge(self, self.buffers.merged, anew=True)
+        merge(self, anew=True)
 
     def optimizer_writes_compute(self) -> None:
         """Let optimizers write `compute` from now on, so that `refresh` does nothing.
@@ -347,21 +281,19 @@ class Stage(Differentiable):
         Nothing else may write parameters.
         """
         self.refresh()
-        self.buffers.optimizer_writes = self.compute is not self.parameters or bool(
-            self.buffers.merged
-        )
+        self.optimizer_writes = self.has_copy or bool(self.merged)
 
     @property
     def kept_copy(self) -> Array | None:
         """Array that optimizers write besides the parameters: `compute.flat`, once they do."""
-        if self.buffers.optimizer_writes and self.compute is not self.parameters:
+        if self.optimizer_writes and self.has_copy:
             return self.compute.flat
         return None
 
     @property
     def originals(self) -> FlatBuffer | None:
         """The parameters, if layers compute with nothing but a copy of them in a half dtype."""
-        if self.compute is self.parameters or self.buffers.merged:
+        if self.merged or not self.has_copy:
             return None
         return self.parameters
 
@@ -385,7 +317,7 @@ class Stage(Differentiable):
         """Names that its inputs must have, as the first stage; None if a subclass takes any."""
         if self.takes_branches:
             return None
-        return {*self.names.comes_in}
+        return self.names.comes_in
 
     def check_skips(self, number: int, takes: Sequence[str], gives: Sequence[str]) -> None:
         """Raise ArgumentError unless these are the skips that its layers know of.
@@ -403,7 +335,22 @@ class Stage(Differentiable):
         passes_on = number == 0 and gives
         if not self.has_names and (takes or gives) and not passes_on:
             raise no_branches_error(type(self).__name__, [*takes, *gives])
-        check_links(self.names, number, takes, gives)
+        # The first stage takes its names from the inputs, and hands on others that are there.
+        missing = {*self.names.unclaimed} - {*gives}
+        unknown = {*takes} - {*self.takes}
+        if number:
+            missing |= {*self.takes} - {*takes}
+            unknown |= {*gives} - {*self.gives}
+        if missing or unknown:
+            words = [f"no skip {name}" for name in sorted(missing)]
+            words += [f"skip {name}" for name in sorted(unknown)]
+            raise ArgumentError(
+                "the skips of the schedule are not those of the names that layers take and give",
+                found=", ".join(words),
+                expected="for each name a skip from the stage that gives it to each other one that "
+                "takes it",
+                remedy="Pipeline(stages, stages.schedule, ...) of what mpipipe.cut returns",
+            )
 
     def attach(self, number: int, poll: Callable[[], object], gives: Sequence[str] | None) -> None:
         """Take what a pipeline sets.
@@ -419,7 +366,11 @@ class Stage(Differentiable):
         """
         self.index = number
         self.poll = poll
-        self.drop_sequences()
+        # Drop sequences in slices that a failed call has left.
+        for _, layer in self.named_layers:
+            attend: Any = getattr(layer, "_attend", None)
+            if getattr(attend, "slice_rows", None) is not None:
+                attend.begin(Position(-1))
         if gives is not None and not self.takes_branches:
             self.hand_on(gives)
 
@@ -445,15 +396,14 @@ class Stage(Differentiable):
 
     def use_parts(self, used: bool) -> None:
         """Let layers add to the parts of shared gradients, as in a step, or to the gradients."""
-        parts = self.buffers.parts
+        parts = self.parts
         if not parts:
             return
         source: Mapping[str, Array] = self.gradients
         if used:
             source = parts
-        layer_of = self.layer_of
         for name in parts:
-            layer, key = layer_of[name]
+            layer, key = self.layer_of[name]
             setattr(layer, f"{key}_grad", source[name])
 
     def end_backward(self, ends: bool, runs_again: bool = False) -> None:
@@ -481,13 +431,6 @@ class Stage(Differentiable):
             for _, inner in layer.walk(""):
                 inner.has_backward = runs_again or place >= lowest
 
-    def drop_sequences(self) -> None:
-        """Drop sequences in slices that a failed call has left."""
-        for _, layer in self._named_layers():
-            attend: Any = getattr(layer, "_attend", None)
-            if getattr(attend, "slice_rows", None) is not None:
-                attend.begin(Position(-1))
-
     def unsliceable(self, rows: Sequence[int] | int | None = None) -> list[str]:
         """Name the layers that cannot take a sequence in slices along axis 1, such as "3 (Conv)".
 
@@ -498,7 +441,7 @@ class Stage(Differentiable):
             to others cannot take these.
         """
         names = []
-        for name, layer in self._named_layers():
+        for name, layer in self.named_layers:
             fits = rows == 1 or not mixes(layer)
             lengths = getattr(getattr(layer, "attend", None), "slice_rows", None)
             if lengths is None or rows is None:
@@ -516,27 +459,7 @@ class Stage(Differentiable):
     @property
     def has_names(self) -> bool:
         """Whether names come in, go out, or are handed from layer to layer."""
-        return self.names.are_used
-
-    @property
-    def takes(self) -> tuple[str, ...]:
-        """The names that its layers take from outside."""
-        return self.names.takes
-
-    @property
-    def gives(self) -> tuple[str, ...]:
-        """The names that its layers give."""
-        return self.names.named
-
-    def hand_on(self, names: Sequence[str]) -> None:
-        """Hand these names on to later stages, and no other; a pipeline says so.
-
-        Parameters
-        ----------
-        names : sequence of str
-            Names that its layers give, or that its input has.
-        """
-        self.names.hand_on(names)
+        return self.names.entry is self.names
 
     def taken(self, name: str) -> Tree:
         """Return what stands under a name, in the forward of a layer that lists it in `takes`.
@@ -581,7 +504,7 @@ class Stage(Differentiable):
 
     # -- forward and backward
 
-    def forward(self, x: Array, position: Position | None = None) -> tuple[Array, Saved]:
+    def forward(self, x: Array, position: Position | None = None) -> WithSaved:
         """Compute the output of one micro-batch.
 
         Parameters
@@ -603,7 +526,7 @@ class Stage(Differentiable):
             x = accepted_input(self, x)
         return self.names.entry.forward(x)
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         return self.names.entry.backward_input(dy, saved)
 
     def backward_weight(self, pending: Pending) -> None:

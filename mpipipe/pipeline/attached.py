@@ -40,7 +40,7 @@ class AttachedStage:
         stage.attach(number, poll, names_given(schedule, number))
         # Where the gradients of a user's stage lie, and which tied parameters lie elsewhere.
         self._place = self._place_of_gradients()
-        self._owners = [dict(inner.buffers.owners) for inner in stage.inner_stages]
+        self._owners = [dict(inner.owners) for inner in stage.inner_stages]
 
     @property
     def gradient_arrays(self) -> list[Array]:
@@ -82,7 +82,7 @@ class AttachedStage:
         """
         self.check_gradients()
         for inner, before in zip(self.stage.inner_stages, self._owners):
-            owners = inner.buffers.owners
+            owners = inner.owners
             if owners != before:
                 names = sorted(owners.keys() - before.keys()) or sorted(owners)
                 raise ArgumentError(

@@ -53,7 +53,7 @@ def own_places(stages: Mapping[int, PipelineStage], rank: int) -> list[TiedPlace
     present = [inner for stage in stages.values() for inner in stage.inner_stages]
     for number, stage in stages.items():
         for inner, model in enumerate(stage.inner_stages):
-            for name, (owner, owner_name) in model.buffers.owners.items():
+            for name, (owner, owner_name) in model.owners.items():
                 if owner not in present:
                     raise ArgumentError(
                         f"the tied parameter {name} lies in the buffer of a stage of an earlier "
@@ -134,7 +134,7 @@ def tie(
             tied.append((places, users))
             of_rank = list(users.values())
             # Storage stays where an earlier pipeline has put it.
-            owners = [user for user in of_rank if user.name not in user.stage.buffers.owners]
+            owners = [user for user in of_rank if user.name not in user.stage.owners]
             owner = [*owners, *of_rank][0]
             shared += [(user, owner) for user in of_rank if user is not owner]
     share(shared)
@@ -167,16 +167,16 @@ class TiedParameter:
         like = stage.gradients[name]
         first = users.get(places[0])
         # The array that norms count; None if it is on another rank.
-        counted = first and first.stage.buffers.owners.get(first.name, first)
+        counted = first and first.stage.owners.get(first.name, first)
         for place in places:
             if place not in users:
                 self.parts.append(arrays.empty_like(like))
                 continue
             stage, name = user = users[place]
-            self.parts.append(stage.buffers.parts.get(name, stage.gradients[name]))
+            self.parts.append(stage.parts.get(name, stage.gradients[name]))
             if user != counted:
                 stage.tied_copies.add(name)
-            if name not in stage.buffers.owners:
+            if name not in stage.owners:
                 self.sums.append(stage.gradients[name])
                 values.append(stage.parameters[name])
         self._start_equal(values, first)
@@ -262,12 +262,12 @@ def share(places: list[tuple[User, User]]) -> None:
     )
     for (stage, name), owner in places:
         alike = (stage.dtype, stage.device) == (owner.stage.dtype, owner.stage.device)
-        if name not in stage.buffers.owners:
-            if not alike or not stage.buffers.ends_with(name):
+        if name not in stage.owners:
+            if not alike or not stage.ends_with(name):
                 continue
-            stage.buffers.parts[name] = stage.buffers.give_up(name)
-        stage.buffers.point(name, owner.stage.buffers, owner.name)
-        stage.buffers.owners[name] = owner
+            stage.parts[name] = stage.give_up(name)
+        stage.point(name, owner.stage, owner.name)
+        stage.owners[name] = owner
         layer, key = stage.layer_of[name]
         setattr(layer, key, stage.compute[name])
         stage.use_parts(False)

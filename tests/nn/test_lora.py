@@ -81,9 +81,9 @@ def test_matrices_stay_as_they_are_and_layers_follow_the_adapters(dtype):
     for name, array in stage.parameters.items():
         assert (array.tobytes() == before[name].tobytes()) == ("lora" not in name), name
     merged = without_adapters([stage], merged=True)[0].parameters
-    for name in stage.buffers.merged:
+    for name in stage.merged:
         expected = merged[name].astype(arrays.dtype(dtype))
-        layer, key = stage.buffers.merged[name][0], name.rpartition(".")[2]
+        layer, key = stage.merged[name][0], name.rpartition(".")[2]
         assert getattr(layer, key).tobytes() == expected.tobytes(), "layers compute with the adapters as they are now"
         assert expected.tobytes() != before[name].astype(arrays.dtype(dtype)).tobytes()
 
@@ -103,7 +103,7 @@ def test_a_loaded_model_goes_into_the_frozen_matrices():
     base.parameters["1.layer.1.qkv"][...] = 0
     base.sync_compute()
     a, b = (stage.parameters[f"1.layer.1.q_proj.lora_{part}"] for part in "AB")
-    close(stage.layers[1].f.layers[0].qkv[:8], 2.0 * b @ a, 6)
+    close(stage.layers[1].layer.layers[1].qkv[:8], 2.0 * b @ a, 6)
     assert without_adapters([other := nn.Stage([nn.Linear(2, 3)])], merged=True) == [other]
 
 

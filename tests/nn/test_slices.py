@@ -48,7 +48,7 @@ def test_layers_below_the_end_of_backwards_keep_nothing():
     kept = []
     for at, part in enumerate((slice(0, 12), slice(12, 24))):
         kept.append(stage.forward(ids[0][:, part], nn.Position(microbatch=at))[1])
-    attends = [layer._attend for _, layer in stage._named_layers() if isinstance(layer, nn.SelfAttention)]
+    attends = [layer._attend for _, layer in stage.named_layers if isinstance(layer, nn.SelfAttention)]
     assert [len(each._sequences) for each in attends] == [0, 1]
     for at, part in ((1, slice(12, 24)), (0, slice(0, 12))):
         stage.backward(dy[0][:, part], kept[at])

@@ -59,7 +59,7 @@ def test_places_on_one_rank_share_one_array(comm, make):
     with Pipeline(stages, schedule, alone, loss=nn.softmax_cross_entropy):
         assert last.parameters[HEAD] is first.parameters["0.weight"] is layer.weight
         assert last.gradients[HEAD] is first.gradients["0.weight"]
-        assert before is last.buffers.parts[HEAD] and layer.weight_grad is last.gradients[HEAD]
+        assert before is last.parts[HEAD] and layer.weight_grad is last.gradients[HEAD]
         assert list(last.parameters)[-1] == list(last.gradients)[-1] == HEAD
         flats = [stage.parameters.flat for stage in stages]
         assert sum(flat.size for flat in flats) == size - MODEL["vocab"] * MODEL["dim"]
@@ -210,12 +210,7 @@ def test_stages_of_two_dtypes_keep_an_array_each(comm):
     with Pipeline([given[0], Narrowed()], dense.build("looped_bfs", 1, 2, 3), alone, nn.mean_squared_error) as pipeline:
         pipeline.step(x, t)
     one, other = given[0].gradients["0.weight"], given[1].gradients["1.weight"]
-    assert (
-        not given[1].buffers.owners
-        and not np.shares_memory(one, other)
-        and one.tobytes() == other.tobytes()
-        and one.any()
-    )
+    assert not given[1].owners and not np.shares_memory(one, other) and one.tobytes() == other.tobytes() and one.any()
     alone.Free()
 
 
@@ -224,7 +219,7 @@ def test_places_of_different_shape_are_refused_as_they_are(comm):
     stage = nn.Stage([nn.Linear(8, 6, bias=False, tie="w"), nn.Linear(6, 8, bias=False, tie="w")])
     with pytest.raises(MismatchError, match="tied parameters 'w' differ"):
         Pipeline([stage], gpipe(1, 2), alone, loss=nn.mean_squared_error)
-    assert not stage.buffers.owners
+    assert not stage.owners
     alone.Free()
 
 

@@ -412,7 +412,7 @@ class TorchStage(ForeignStage):
         """The gradients, with what PyTorch has put in their place since."""
         for layer in self.layers:
             layer.begin_call()
-        return self.buffers.gradients
+        return super().gradients
 
 
 def _declared(parameter: Tensor) -> Parameter:

@@ -88,10 +88,7 @@ def _chosen(dtype: np.dtype, setting: str) -> tuple[str, str]:
         )
     if setting:
         return setting, f": {VARIABLE} says so"
-    usable = []
-    for name in INSTRUCTIONS[dtype.name]:
-        if name in processor.features():
-            usable.append(name)
+    usable = sorted(processor.features() & {*INSTRUCTIONS[dtype.name]})
     if not usable:
         return "numpy", ", in float32: this processor has no instructions for it"
     if not find_spec("torch"):

@@ -19,6 +19,10 @@ from mpipipe.arrays import Array, DeviceArray
 Range: TypeAlias = "tuple[int, int, bool]"
 
 
+# The mean of a loss, on a GPU an array without axes, and the gradient of the output.
+LossAndGradient: TypeAlias = "tuple[float | Array, Array]"
+
+
 class AdamWNumbers(NamedTuple):
     """Scalars of a step of AdamW; at step t the corrections are 1 - b1^t and 1 - b2^t."""
 
@@ -61,12 +65,10 @@ class Kernels(Protocol):
         dy is (rows, outputs), weight (outputs, inputs), all of T.
         """
 
-    def linear_backward_weight(self, dy: Array, x: Array, grad: Array, add: bool = True) -> None:
+    def linear_backward_weight(self, dy: Array, x: Array, grad: Array) -> None:
         """Grad += dy^T x.
 
         grad (outputs, inputs) is of A, dy (rows, outputs) and x (rows, inputs) of T.
-
-        Without `add` grad is set to that, and what was there is not read.
         """
 
     def products(
@@ -105,8 +107,8 @@ class Kernels(Protocol):
     def scale(self, x: Array, factor: float, out: Array | None = None) -> Array:
         """Return x * factor, set in `out` where it is given, which may be x."""
 
-    def copy(self, source: Array, target: Array, add: bool = False) -> None:
-        """Target = source or, with `add`, target += source, with any strides.
+    def copy(self, source: Array, target: Array) -> None:
+        """Target = source, with any strides.
 
         Both have one shape, of five axes at most.
 
@@ -207,7 +209,7 @@ class Kernels(Protocol):
 
     def mean_squared_error(
         self, output: Array, target: Array, factor: float = 1.0
-    ) -> tuple[float | Array, Array]:
+    ) -> LossAndGradient:
         """Return (mean of (output - target)^2, factor * its gradient).
 
         The arrays have one shape and floating dtypes.
@@ -215,7 +217,7 @@ class Kernels(Protocol):
 
     def softmax_cross_entropy(
         self, logits: Array, ids: Array, factor: float = 1.0, out: Array | None = None
-    ) -> tuple[float | Array, Array]:
+    ) -> LossAndGradient:
         """Return (mean of -log softmax(logits)[id] over the rows, factor * its gradient).
 
         logits are (rows, vocab), ids integers (rows,). An id outside of 0 ... vocab - 1 makes the

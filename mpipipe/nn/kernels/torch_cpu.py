@@ -14,12 +14,11 @@ from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 
 from mpipipe import arrays
 from mpipipe.arrays import array_of, share_threads, tensor_of
-from mpipipe.nn.kernels.host import any_dtype
+from mpipipe.nn.kernels.host import HostArray, any_dtype
 
 share_threads()
 # The functions below take the place of those with their names.
@@ -31,7 +30,7 @@ def _of_halves(function: Callable[..., object]) -> Callable[..., Any]:
     other = getattr(any_dtype, function.__name__)
 
     @wraps(function)
-    def run(first: np.ndarray, *rest: object, **options: object) -> Any:
+    def run(first: HostArray, *rest: object, **options: object) -> Any:
         chosen = other
         if first.itemsize == 2:
             chosen = function
@@ -42,7 +41,7 @@ def _of_halves(function: Callable[..., object]) -> Callable[..., Any]:
 
 
 @_of_halves
-def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+def linear(x: HostArray, weight: HostArray, bias: HostArray | None = None) -> HostArray:
     """As `Kernels.linear`."""
     of_bias = None
     if bias is not None:
@@ -51,43 +50,36 @@ def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) ->
 
 
 @_of_halves
-def linear_backward_input(dy: np.ndarray, weight: np.ndarray) -> np.ndarray:
+def linear_backward_input(dy: HostArray, weight: HostArray) -> HostArray:
     """As `Kernels.linear_backward_input`."""
     return array_of(torch.mm(tensor_of(dy), tensor_of(weight)))
 
 
 @_of_halves
-def linear_backward_weight(
-    dy: np.ndarray, x: np.ndarray, grad: np.ndarray, add: bool = True
-) -> None:
+def linear_backward_weight(dy: HostArray, x: HostArray, grad: HostArray) -> None:
     """As `Kernels.linear_backward_weight`; the product is rounded once."""
-    product = torch.mm(tensor_of(dy).t(), tensor_of(x))
-    total = tensor_of(grad)
-    if add:
-        total.add_(product)
-    else:
-        total.copy_(product)
+    tensor_of(grad).add_(torch.mm(tensor_of(dy).t(), tensor_of(x)))
 
 
 @_of_halves
-def add(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+def add(x: HostArray, y: HostArray) -> HostArray:
     """As `Kernels.add`."""
     return array_of(torch.add(tensor_of(x), tensor_of(y)))
 
 
 @_of_halves
-def gelu(x: np.ndarray) -> np.ndarray:
+def gelu(x: HostArray) -> HostArray:
     """As `Kernels.gelu`."""
     return array_of(torch.nn.functional.gelu(tensor_of(x), approximate="tanh"))
 
 
 @_of_halves
-def gelu_backward(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
+def gelu_backward(dy: HostArray, x: HostArray) -> HostArray:
     """As `Kernels.gelu_backward`."""
     return array_of(torch.ops.aten.gelu_backward(tensor_of(dy), tensor_of(x), approximate="tanh"))
 
 
-def _round(target: np.ndarray, values: np.ndarray) -> None:
+def _round(target: HostArray, values: HostArray) -> None:
     tensor_of(target).copy_(tensor_of(values))
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
-from mpipipe.nn.layers.layer import Position, Saved
+from mpipipe.nn.layers.layer import Position, Saved, WithSaved
+
+# Queries, keys and values, or their gradients.
+ThreeArrays: TypeAlias = "tuple[Array, Array, Array]"
 
 
 @runtime_checkable
@@ -25,12 +28,10 @@ class Attend(Protocol):
     # Here of each slice of a sequence, for an object that attends to slices.
     slice_rows: Sequence[int] | None = None
 
-    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Saved]:
+    def forward(self, q: Array, k: Array, v: Array) -> WithSaved:
         """Return (out, saved): all that `backward` needs."""
 
-    def backward(
-        self, dout: Array, saved: Saved, room: tuple[Array, Array, Array] | None = None
-    ) -> tuple[Array, Array, Array]:
+    def backward(self, dout: Array, saved: Saved, room: ThreeArrays | None = None) -> ThreeArrays:
         """Return the gradients of q, k and v.
 
         Parameters
@@ -93,10 +94,10 @@ class Attend(Protocol):
 class ForwardAndBackward(Protocol):
     """The least that a user's own object has; it may have the other functions of `Attend`, too."""
 
-    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Saved]:
+    def forward(self, q: Array, k: Array, v: Array) -> WithSaved:
         """As `Attend.forward`."""
 
-    def backward(self, dout: Array, saved: Saved) -> tuple[Array, Array, Array]:
+    def backward(self, dout: Array, saved: Saved) -> ThreeArrays:
         """As `Attend.backward`."""
 
 
@@ -109,12 +110,10 @@ class AttendAdapter(Attend):
             if hasattr(inner, name):
                 setattr(self, name, getattr(inner, name))
 
-    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Saved]:
+    def forward(self, q: Array, k: Array, v: Array) -> WithSaved:
         return self.inner.forward(q, k, v)
 
-    def backward(
-        self, dout: Array, saved: Saved, room: tuple[Array, Array, Array] | None = None
-    ) -> tuple[Array, Array, Array]:
+    def backward(self, dout: Array, saved: Saved, room: ThreeArrays | None = None) -> ThreeArrays:
         return self.inner.backward(dout, saved)
 
     def with_window(self, window: int) -> Attend:

@@ -8,8 +8,17 @@ from numpy.typing import ArrayLike
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.checks import check_positive, check_sequence, rows
-from mpipipe.nn.layers.attend import ForwardAndBackward, as_attend, why_unrecordable
-from mpipipe.nn.layers.layer import Layer, Pending, Position, Projection, Saved, stacked_projections
+from mpipipe.nn.layers.attend import ForwardAndBackward, ThreeArrays, as_attend, why_unrecordable
+from mpipipe.nn.layers.layer import (
+    Layer,
+    Pending,
+    Position,
+    Projection,
+    Saved,
+    WithPending,
+    WithSaved,
+    stacked_projections,
+)
 from mpipipe.nn.parameters import matrix, ones, vector
 from mpipipe.nn.rope import RopeScaling, checked_coordinates
 
@@ -64,12 +73,12 @@ class SelfAttention(Layer):
     mixes_positions = True
     freezes_parts = True
 
-    qkv: np.ndarray
-    out: np.ndarray
-    qkv_bias: np.ndarray | None = None
-    out_bias: np.ndarray | None = None
-    q_norm: np.ndarray | None = None
-    k_norm: np.ndarray | None = None
+    qkv: Array
+    out: Array
+    qkv_bias: Array | None = None
+    out_bias: Array | None = None
+    q_norm: Array | None = None
+    k_norm: Array | None = None
 
     def __init__(
         self,
@@ -91,12 +100,13 @@ class SelfAttention(Layer):
     ):
         if kv_heads is None:
             kv_heads = heads
-        check_positive(
-            dim=dim, heads=heads, kv_heads=kv_heads, head_dim=1 if head_dim is None else head_dim
-        )
-        fits = heads % kv_heads == 0 and (head_dim is not None or dim % heads == 0)
+        check_positive(dim=dim, heads=heads, kv_heads=kv_heads)
+        fits = heads % kv_heads == 0
         if head_dim is None:
+            fits = fits and dim % heads == 0
             head_dim = dim // heads
+        else:
+            check_positive(head_dim=head_dim)
         if not fits or (rope_base is not None and head_dim % 2):
             raise ArgumentError(
                 "the heads of SelfAttention do not fit",
@@ -119,11 +129,8 @@ class SelfAttention(Layer):
         self.positions = None
         if positions is not None:
             self.positions = np.asarray(positions)
-        if self.positions is not None:
             as_attend(attend).check_positions(self.positions)
-        self.rope_base = None
-        if rope_base is not None:
-            self.rope_base = float(rope_base)
+        self.rope_base = rope_base
         self.rope_scaling = rope_scaling
         self.eps = eps
         self.coordinates: np.ndarray | None = None
@@ -161,7 +168,7 @@ class SelfAttention(Layer):
     def bound(self) -> None:
         self._attend = as_attend(self.attend).for_layer()
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> WithSaved:
         check_sequence(self, x, self.dim, self.positions)
         kernels = self.stage.kernels
         flat = rows(x)
@@ -183,7 +190,7 @@ class SelfAttention(Layer):
         out = kernels.linear(y, self.out, self.out_bias)
         return out.reshape(x.shape), (flat, y, saved, plain, position)
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         x, y, of_attend, plain, position = saved
         kernels = self.stage.kernels
         batch, seq = dy.shape[:2]
@@ -210,10 +217,8 @@ class SelfAttention(Layer):
 
     def backward_weight(self, pending: Pending) -> None:
         x, dqkv, dy, y, parts = pending
-        self._add_product("qkv", dqkv, x)
-        self._add_product("out", dy, y)
-        self._add("qkv_bias", self.stage.kernels.sum_rows, dqkv)
-        self._add("out_bias", self.stage.kernels.sum_rows, dy)
+        self._add_product("qkv", dqkv, x, "qkv_bias")
+        self._add_product("out", dy, y, "out_bias")
         for name, part in zip(("q_norm", "k_norm"), parts):
             self._add(name, self.stage.kernels.add_parts, part)
 
@@ -226,10 +231,20 @@ class SelfAttention(Layer):
 
     def _turn(self, qkv: Array, inverse: bool = False) -> None:
         """Turn queries and keys in place by their positions, or back."""
-        table = self._rope_table(qkv.shape[1])
-        if table is not None:
-            heads = qkv[:, :, : self.heads + self.kv_heads]
-            self.stage.kernels.apply_rope(heads, table, heads, inverse)
+        if self.rope_base is None:
+            return
+        seq = qkv.shape[1]
+        positions = self.positions
+        if positions is None:
+            positions = self._attend.positions(seq)
+        if self.coordinates is not None:
+            positions = self._coordinates_of(self.coordinates, positions, seq)
+        if positions is None:
+            positions = seq
+        tables = self.stage.tables
+        table = tables.of(positions, self.head_dim, self.rope_base, self.rope_scaling)
+        heads = qkv[:, :, : self.heads + self.kv_heads]
+        self.stage.kernels.apply_rope(heads, table, heads, inverse)
 
     def _begin(self, position: Position) -> None:
         """Tell the attend object the micro-batch, and let it keep messages moving."""
@@ -237,25 +252,10 @@ class SelfAttention(Layer):
         if self.stage.poll is not None:
             self._attend.poll = self.stage.poll
 
-    def _split(self, qkv: Array) -> tuple[Array, Array, Array]:
+    def _split(self, qkv: Array) -> ThreeArrays:
         first = self.heads
         second = self.heads + self.kv_heads
         return qkv[:, :, :first], qkv[:, :, first:second], qkv[:, :, second:]
-
-    def _rope_table(self, seq: int) -> Array | None:
-        if self.rope_base is None:
-            return None
-        positions = self.positions
-        if positions is None:
-            positions = self._attend.positions(seq)
-        if self.coordinates is not None:
-            positions = self._coordinates_of(self.coordinates, positions, seq)
-        return self.stage.tables.of(
-            seq if positions is None else positions,
-            self.head_dim,
-            self.rope_base,
-            self.rope_scaling,
-        )
 
     def _coordinates_of(
         self, whole: np.ndarray, positions: np.ndarray | None, seq: int

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mpipipe.arrays import Array
-from mpipipe.nn.layers.layer import Layer, Pending, Position, Saved
+from mpipipe.nn.layers.layer import Layer, Pending, Position, Saved, WithPending, WithSaved
 from mpipipe.nn.layers.norm import LayerNorm, RMSNorm
 
 
@@ -33,12 +33,14 @@ class Sequential(Layer):
     lowest = 0
     # With which arguments `Stage.end_backward` has set that.
     asked: tuple[bool, bool] | None = None
+    # Set by `PreNormResidual`: the norm at the beginning adds the gradient of the output.
+    norm_adds = False
 
     def __init__(self, layers: Sequence[Layer]):
         self.layers = tuple(layers)
         self.children = {str(i): layer for i, layer in enumerate(self.layers)}
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> WithSaved:
         poll = self.stage.poll
         lowest = self.lowest
         saved: list[Saved] = []
@@ -49,15 +51,24 @@ class Sequential(Layer):
             saved.append(of_layer if place >= lowest else None)
         return x, saved
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
+    def backward_input(self, dy: Array, saved: Saved, whole: bool = False) -> WithPending:
+        """As for all layers; `whole` for that which `backward` does."""
         poll = self.stage.poll
         pending: list = []
-        for place in range(len(self.layers) - 1, self.lowest - 1, -1):
-            if pending and poll is not None:
+        dy_of_all = dy
+        last = len(self.layers) - 1
+        for place in range(last, self.lowest - 1, -1):
+            if place < last and poll is not None:
                 poll()
             layer = self.layers[place]
-            dy, waiting = layer.backward_input(dy, saved[place])
-            pending.append(None if layer.frozen else waiting)
+            more: tuple[Array, ...] = ()
+            if self.norm_adds and not place:
+                more = (dy_of_all,)
+            if whole and not layer.frozen:
+                dy = layer.backward(dy, saved[place], *more)
+            else:
+                dy, waiting = layer.backward_input(dy, saved[place], *more)
+                pending.append(None if layer.frozen else waiting)
         return None if self.lowest else dy, pending
 
     def backward_weight(self, pending: Pending) -> None:
@@ -71,19 +82,7 @@ class Sequential(Layer):
                 layer.backward_weight(waiting)
 
     def backward(self, dy: Array, saved: Saved) -> Array:
-        poll = self.stage.poll
-        last = len(self.layers) - 1
-        for place in range(last, self.lowest - 1, -1):
-            if place < last and poll is not None:
-                poll()
-            layer = self.layers[place]
-            if layer.frozen:
-                dy, _ = layer.backward_input(dy, saved[place])
-            else:
-                dy = layer.backward(dy, saved[place])
-        if self.lowest:
-            return None
-        return dy
+        return self.backward_input(dy, saved, True)[0]
 
 
 class Residual(Layer):
@@ -102,22 +101,25 @@ class Residual(Layer):
         self.layer = layer
         self.children = {"layer": layer}
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> WithSaved:
         y, saved = self.layer.forward(x)
         return self.stage.kernels.add(x, y), saved
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         dx, pending = self.layer.backward_input(dy, saved)
-        return self.stage.kernels.add(dy, dx), pending
+        return self._added(dy, dx), pending
 
     def backward_weight(self, pending: Pending) -> None:
         self.layer.backward_weight(pending)
 
     def backward(self, dy: Array, saved: Saved) -> Array:
-        return self.stage.kernels.add(dy, self.layer.backward(dy, saved))
+        return self._added(dy, self.layer.backward(dy, saved))
+
+    def _added(self, dy: Array, dx: Array) -> Array:
+        return self.stage.kernels.add(dy, dx)
 
 
-class PreNormResidual(Layer):
+class PreNormResidual(Residual):
     """y = x + f(norm(x)), where f is layers one after the other.
 
     In the backward one kernel normalises and adds. The bits are those of `Residual`. Parameters are
@@ -135,59 +137,15 @@ class PreNormResidual(Layer):
     mixes_positions = False
 
     def __init__(self, norm: Layer, *layers: Layer):
-        self.norm = norm
-        self.f = Sequential(layers)
-        # Not a class that is derived from one of these.
-        self._fused: RMSNorm | LayerNorm | None = None
-        if isinstance(norm, (RMSNorm, LayerNorm)) and type(norm) in (RMSNorm, LayerNorm):
-            self._fused = norm
-        self.children = {f"layer.{place}": layer for place, layer in enumerate((norm, *layers))}
+        chain = Sequential([norm, *layers])
+        super().__init__(chain)
+        # A class that is derived from one of these may have a backward of its own.
+        chain.norm_adds = self.norm_adds = type(norm) in (RMSNorm, LayerNorm)
 
-    def bound(self) -> None:
-        self.f.stage = self.stage
-
-    def forward(self, x: Array) -> tuple[Array, Saved]:
-        normal, of_norm = self.norm.forward(x)
-        self._poll()
-        y, of_f = self.f.forward(normal)
-        return self.stage.kernels.add(x, y), (of_norm, of_f)
-
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
-        of_norm, of_f = saved
-        dnormal, f_pending = self.f.backward_input(dy, of_f)
-        self._poll()
-        dx, pending = self._norm_backward_input(dy, dnormal, of_norm)
-        return dx, (pending, f_pending)
-
-    def _norm_backward_input(self, dy: Array, dnormal: Array, saved: Saved) -> tuple[Array, Saved]:
-        """Return dy plus the gradient through the norm, and what its weights need."""
-        if self._fused is not None:
-            return self._fused.backward_input(dnormal, saved, dy)
-        dx, pending = self.norm.backward_input(dnormal, saved)
-        return self.stage.kernels.add(dy, dx), pending
-
-    def backward_weight(self, pending: Pending) -> None:
-        of_norm, of_f = pending
-        self.f.backward_weight(of_f)
-        self._poll()
-        if not self.norm.frozen:
-            self.norm.backward_weight(of_norm)
-
-    def backward(self, dy: Array, saved: Saved) -> Array:
-        of_norm, of_f = saved
-        dnormal = self.f.backward(dy, of_f)
-        norm = self.norm
-        self._poll()
-        if self._fused is None and not norm.frozen:
-            return self.stage.kernels.add(dy, norm.backward(dnormal, of_norm))
-        dx, pending = self._norm_backward_input(dy, dnormal, of_norm)
-        if not norm.frozen:
-            norm.backward_weight(pending)
-        return dx
-
-    def _poll(self) -> None:
-        if self.stage.poll is not None:
-            self.stage.poll()
+    def _added(self, dy: Array, dx: Array) -> Array:
+        if self.norm_adds:
+            return dx
+        return super()._added(dy, dx)
 
 
 # -- Trading time for memory (Chen et al., "Training deep nets with sublinear memory cost", 2016) --
@@ -217,11 +175,11 @@ class Recompute(Layer):
         yield name, self
         yield from self.layer.walk(name)
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> WithSaved:
         y, _ = self.layer.forward(x)
         return y, (x, self.stage.position)
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         return self.layer.backward_input(dy, self._again(*saved))
 
     def backward_weight(self, pending: Pending) -> None:

@@ -10,16 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import product
-from operator import le
 from typing import NamedTuple
-
-import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.checks import check_axes, check_field, check_positive, rows
-from mpipipe.nn.layers.layer import Layer, Pending, Saved
+from mpipipe.nn.layers.layer import Layer, Pending, Saved, WithPending, WithSaved
 from mpipipe.nn.parameters import normal, vector
 
 PADDINGS = ("same", "periodic", "valid")
@@ -72,8 +69,8 @@ class Conv(Layer):
     freezes_parts = True
     ends = False
 
-    weight: np.ndarray
-    bias: np.ndarray | None = None
+    weight: Array
+    bias: Array | None = None
 
     def __init__(
         self,
@@ -143,7 +140,7 @@ class Conv(Layer):
             )
         return tuple(sizes)
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> WithSaved:
         shape = _Shape(self.width, self.before, self.stride, self._sizes(x))
         y = self._empty((len(x), *shape.sizes, self.outputs), x.dtype)
         kernels = self.stage.kernels
@@ -156,7 +153,7 @@ class Conv(Layer):
             kernels.copy(points.reshape(y[place].shape), y[place])
         return y, x
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array | None, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         if self.ends:
             return None, (dy, saved)
         # dx[i] = sum over k of W[k]^T dy[(i + before - k) / stride], where that is a whole number:
@@ -221,7 +218,6 @@ class Conv(Layer):
         height = _even(sizes[0], most)
         deep = _even(len(x), max(1, most // sizes[0]))
         memory = self._empty((deep * height * line,), x.dtype)
-        rest = [slice(0, size) for size in sizes[1:]]
         for first, top in product(range(0, len(x), deep), range(0, sizes[0], height)):
             batch = slice(first, min(first + deep, len(x)))
             count = batch.stop - first
@@ -233,7 +229,7 @@ class Conv(Layer):
                 for start, number in zip((top * stride + line_of_tap, *others), points):
                     box.append(slice(start, start + number * stride, stride))
                 self.stage.kernels.copy(padded[tuple(box)], gathered[..., tap, :])
-            place = (batch, slice(top, top + points[0]), *rest)
+            place = (batch, slice(top, top + points[0]), *[slice(None)] * len(sizes[1:]))
             for group in range(self.groups):
                 part = gathered
                 if self.groups > 1:
@@ -243,27 +239,22 @@ class Conv(Layer):
 
     def _padded(self, x: Array, shape: _Shape) -> Array:
         """Return the points that windows see: 0 beyond an edge, or the points at the other edge."""
-        lengths = []
-        pieces = []
-        for axis, (points, padding) in enumerate(zip(x.shape[1:-1], self.padding)):
-            before = shape.before[axis]
-            length = (shape.sizes[axis] - 1) * shape.stride + shape.width[axis]
-            inside = min(points, length - before)
-            # Places in the result, and in x.
-            of_axis = [(slice(before, before + inside), slice(0, inside))]
-            if padding == "periodic":
-                after = max(0, length - before - points)
-                of_axis.append((slice(0, before), slice(points - before, points)))
-                of_axis.append((slice(length - after, length), slice(0, after)))
-            lengths.append(length)
-            pieces.append(of_axis)
-        if not any(shape.before) and all(map(le, lengths, x.shape[1:])):
-            return x  # no window reaches over an edge
-        padded = arrays.zeros((len(x), *lengths, x.shape[-1]), x.dtype, self.stage.device)
-        for several in product(*pieces):
-            places, sources = zip(*several)
-            self.stage.kernels.copy(x[(slice(None), *sources)], padded[(slice(None), *places)])
-        return padded
+        for axis, padding in enumerate(self.padding, 1):
+            points = x.shape[axis]
+            before = shape.before[axis - 1]
+            reach = (shape.sizes[axis - 1] - 1) * shape.stride + shape.width[axis - 1]
+            after = max(0, reach - before - points)
+            edges = []
+            for count, start in ((before, points - before), (after, 0)):
+                if padding == "periodic":
+                    edge = x[(*[slice(None)] * axis, slice(start, start + count))]
+                else:
+                    size = (*x.shape[:axis], count, *x.shape[axis + 1 :])
+                    edge = arrays.zeros(size, x.dtype, self.stage.device)
+                edges.append(edge)
+            if before or after:
+                x = arrays.concatenate((edges[0], x, edges[1]), axis)
+        return x
 
 
 def _even(count: int, most: int) -> int:

@@ -13,7 +13,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
 from mpipipe.nn.checks import check_positive, check_sequence, check_slice_count, checked_ids
 from mpipipe.nn.layers.attend import ForwardAndBackward, as_attend, why_unrecordable
-from mpipipe.nn.layers.layer import Layer, Pending, Projection, Saved
+from mpipipe.nn.layers.layer import Layer, Pending, Projection, Saved, WithPending, WithSaved
 from mpipipe.nn.layers.linear import Linear
 from mpipipe.nn.parameters import matrix, row_slices
 
@@ -45,7 +45,7 @@ class Embedding(Layer):
     recordable = True
     mixes_positions = False
 
-    weight: np.ndarray
+    weight: Array
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Embedding(Layer):
             return "the host looks which slice has each row"
         return ""
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> WithSaved:
         kernels = self.stage.kernels
         if self.starts:
             y, x = self._of_slices(x)
@@ -92,7 +92,7 @@ class Embedding(Layer):
             device = self.stage.device
         return checked_ids(x, self.vocab, f"layer {self.name} (Embedding): the input", device)
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[None, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         return None, (dy, saved)
 
     def backward_weight(self, pending: Pending) -> None:
@@ -110,7 +110,7 @@ class Embedding(Layer):
             self._add(name, kernels.embed_backward, dy[start : start + len(ids)], ids)
             start += len(ids)
 
-    def _of_slices(self, x: Array) -> tuple[Array, Saved]:
+    def _of_slices(self, x: Array) -> WithSaved:
         """Return rows (..., dim), and for the backward their order and the ids in each slice."""
         kernels = self.stage.kernels
         device = self.stage.device
@@ -156,7 +156,7 @@ class LearnedPositions(Layer):
     recordable = True
     mixes_positions = True
 
-    weight: np.ndarray
+    weight: Array
 
     def __init__(
         self,
@@ -173,8 +173,8 @@ class LearnedPositions(Layer):
         self.positions = None
         if positions is not None:
             self.positions = np.asarray(positions)
-        if attend is not None and self.positions is not None:
-            as_attend(attend).check_positions(self.positions)
+            if attend is not None:
+                as_attend(attend).check_positions(self.positions)
         self.mixes_positions = attend is None or as_attend(attend).slice_rows is None
         self.declared = {"weight": matrix(count, dim, gain)}
 
@@ -189,38 +189,31 @@ class LearnedPositions(Layer):
             self._attend = as_attend(self.attend).for_layer()
         self._numbers = lru_cache(maxsize=NUMBERS)(self._made)
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
-        added, numbers = self._rows(x)
-        return self.stage.kernels.add(x, added), numbers
-
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
-        return dy, (dy, saved)
-
-    def backward_weight(self, pending: Pending) -> None:
-        self._add("weight", self.stage.kernels.embed_backward, *pending)
-
-    def _rows(self, x: Array) -> tuple[Array, Array]:
-        """Return the rows to add, in the shape of x, and their numbers (batch, seq)."""
+    def forward(self, x: Array) -> WithSaved:
         check_sequence(self, x, self.dim, self.positions)
         batch, seq = x.shape[:2]
         positions = self.positions
         if self._attend is not None:
             self._attend.begin(self.stage.position)
             positions = self._attend.positions(seq)
-        key: int | bytes = seq
-        if positions is not None:
-            key = np.ascontiguousarray(positions, np.int64).tobytes()
-        numbers = arrays.keep_for_graph(self._numbers(batch, key))
+        if positions is None:
+            positions = np.arange(seq)
+        numbers = self._numbers(batch, np.asarray(positions, np.int64).tobytes())
+        numbers = arrays.keep_for_graph(numbers)
         if self._attend is not None:
             self._attend.advance(seq)
-        return self.stage.kernels.embed(self.weight, numbers), numbers
+        kernels = self.stage.kernels
+        return kernels.add(x, kernels.embed(self.weight, numbers)), numbers
 
-    def _made(self, batch: int, key: int | bytes) -> Array:
-        """Make the numbers (batch, seq) of the first positions, or of those in int64 bytes."""
-        if isinstance(key, int):
-            numbers = np.arange(key)
-        else:
-            numbers = np.frombuffer(key, np.int64)
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
+        return dy, (dy, saved)
+
+    def backward_weight(self, pending: Pending) -> None:
+        self._add("weight", self.stage.kernels.embed_backward, *pending)
+
+    def _made(self, batch: int, positions: bytes) -> Array:
+        """Make the numbers (batch, seq) of positions in int64 bytes."""
+        numbers = np.frombuffer(positions, np.int64)
         if numbers.size and (numbers.min() < 0 or numbers.max() >= self.count):
             raise ArgumentError(
                 f"layer {self.name} (LearnedPositions): a position has no row in the table",
@@ -257,12 +250,12 @@ class Head(Linear):
     def projections(self) -> dict[str, Projection]:
         return {}  # a loss may make the product
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> WithSaved:
         if self.stage.headless:
             return (x, None)
         return super().forward(x)
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         if saved is None:
             return (dy, None)
         return super().backward_input(dy, saved)

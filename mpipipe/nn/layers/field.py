@@ -8,7 +8,7 @@ from itertools import product
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.checks import check_axes
-from mpipipe.nn.layers.layer import Layer, Pending, Saved
+from mpipipe.nn.layers.layer import Layer, Saved, WithPending, WithSaved
 
 
 class Patches(Layer):
@@ -53,7 +53,7 @@ class Patches(Layer):
         self.back = back
         self.space = tuple(points * count for points, count in zip(size, grid))
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> WithSaved:
         if self.back:
             points = math.prod(self.size)
             patches = math.prod(self.grid)
@@ -70,7 +70,7 @@ class Patches(Layer):
             )
         return self._move(x, self.back), None
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         return self._move(dy, not self.back), None
 
     def _move(self, x: Array, back: bool) -> Array:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,8 +31,11 @@ from mpipipe.arrays import Array, Tree
 from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
 from mpipipe.nn.checks import check_features, check_positive, check_slice_count, checked_ids, rows
-from mpipipe.nn.layers.layer import Layer, Pending, Saved, StageOfLayer, leaf
+from mpipipe.nn.layers.layer import Layer, Pending, Saved, WithPending, leaf
 from mpipipe.nn.parameters import matrix, row_slices
+
+if TYPE_CHECKING:
+    from mpipipe.nn.stage import Stage
 
 LABELS = "labels"  # their name among the inputs
 TILE_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}  # logits of one tile
@@ -45,7 +48,7 @@ def tile_rows(vocab: int, itemsize: int, device: str) -> int:
     return max(1, TILE_BYTES[device] // (vocab * itemsize))
 
 
-def tiles(stage: StageOfLayer, count: int, step: int) -> Iterator[slice]:
+def tiles(stage: Stage, count: int, step: int) -> Iterator[slice]:
     """Yield `step` of `count` rows at a time; between them messages advance."""
     for start in range(0, count, step):
         if start and stage.poll is not None:
@@ -94,7 +97,7 @@ class HeadSlice(Layer):
     takes_integers = False
     mixes_positions = False
 
-    weight: np.ndarray
+    weight: Array
 
     def __init__(
         self,
@@ -131,9 +134,7 @@ class HeadSlice(Layer):
             parts = (x,)
         carried = self.number
         if self.takes:
-            carried = 0
-            if self.number:
-                carried = 2
+            carried = 2 * min(carried, 1)
         if len(parts) != 1 + carried:
             raise ArgumentError(
                 f"layer {self.name} (HeadSlice): slice {self.number} of {self.of} does not take "
@@ -147,7 +148,7 @@ class HeadSlice(Layer):
             return self._losses(*parts)
         return self._logits(*parts)
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         dx = self._back(dy, saved, True, False)
         if not self.last:
             dy = (None, *dy[1:])

@@ -5,20 +5,24 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Array, Shape, Tree
+from mpipipe.arrays import Array, Shape
 from mpipipe.errors import ArgumentError
-from mpipipe.nn.kernels.interface import Kernels
-from mpipipe.nn.parameters import FlatBuffer, Parameter
-from mpipipe.nn.rope import RopeTables
+from mpipipe.nn.parameters import Parameter
+
+if TYPE_CHECKING:
+    from mpipipe.nn.stage import Stage
 
 # What a forward leaves for its backward, and `backward_input` for `backward_weight`: any object.
 Saved: TypeAlias = Any
 Pending: TypeAlias = Any
+# What the two return: an output, or the gradient of an input, with that.
+WithSaved: TypeAlias = "tuple[Array, Saved]"
+WithPending: TypeAlias = "tuple[Array, Pending]"
 
 
 class Position(NamedTuple):
@@ -45,32 +49,6 @@ class Position(NamedTuple):
     training: bool = True
     keeps: bool = True
     recompute: str = ""
-
-
-class StageOfLayer(Protocol):
-    """What layers and adapters ask of the stage that binds them; see nn.Stage."""
-
-    position: Position
-    headless: bool
-    poll: Callable[[], object] | None
-    device: str
-    dtype: np.dtype
-    seed: int
-    version: int
-    kernels: Kernels
-
-    def taken(self, name: str) -> Tree: ...
-    def give(self, name: str, tree: Tree) -> None: ...
-    def gradient_of(self, name: str) -> Tree: ...
-    def add_gradient(self, name: str, gradient: Tree) -> None: ...
-    @property
-    def tables(self) -> RopeTables: ...
-    @property
-    def parameters(self) -> FlatBuffer: ...
-    @property
-    def gradients(self) -> FlatBuffer: ...
-    @property
-    def compute(self) -> FlatBuffer: ...
 
 
 # -- Projections, which are rows of a matrix, and their low-rank adapters (nn/lora.py) -------------
@@ -114,7 +92,7 @@ class Differentiable(ABC):
     """A function of arrays with a backward that can be split in two, as layers and stages are."""
 
     @abstractmethod
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> WithSaved:
         """Compute the output of one micro-batch.
 
         The input has the stage's dtype and device, or is of integers.
@@ -128,7 +106,7 @@ class Differentiable(ABC):
         """
 
     @abstractmethod
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         """Compute the gradient of the input from that of the output.
 
         Returns
@@ -240,7 +218,7 @@ class Layer(Differentiable):
     children: Mapping[str, Layer] = MappingProxyType({})
     adapters: Mapping[str, list[Adapter]] = MappingProxyType({})
     state: Mapping[str, Array] = MappingProxyType({})
-    stage: StageOfLayer = None  # type: ignore[assignment]  # set by bind, before anything asks for it
+    stage: Stage = None  # type: ignore[assignment]  # set by bind, before anything asks for it
     name: str = ""
     takes: tuple[str, ...] = ()
     gives: tuple[str, ...] = ()
@@ -297,7 +275,7 @@ class Layer(Differentiable):
         share the storage of another place: then `self.<name>` is another array.
         """
 
-    def bind(self, stage: StageOfLayer, name: str) -> None:
+    def bind(self, stage: Stage, name: str) -> None:
         """Become part of one stage, under this name of the layer in the model."""
         if self.stage is not None:
             raise ArgumentError(
@@ -341,8 +319,10 @@ class Layer(Differentiable):
         if gradient is not None:
             kernel(*parts, gradient)
 
-    def _add_product(self, key: str, dy: Array, x: Array) -> None:
+    def _add_product(self, key: str, dy: Array, x: Array, bias: str = "") -> None:
         """Add dy^T x to the gradient of a matrix, or to those of its adapters.
+
+        The gradient of a `bias` of this name is the sum of the rows of dy.
 
         Of an adapter: dB = scale dy^T (x A^T), dA = scale (dy B)^T x, with the columns of dy that
         it stands for.
@@ -351,6 +331,9 @@ class Layer(Differentiable):
         gradient = self.__dict__[f"{key}_grad"]
         if gradient is not None:
             kernels.linear_backward_weight(dy, x, gradient)
+        gradient = self.__dict__.get(f"{bias}_grad")
+        if gradient is not None:
+            kernels.sum_rows(dy, gradient)
         for target, start, stop, scale in self.adapters.get(key, ()):
             a = getattr(self, f"{target}.{LORA_A}")
             b = getattr(self, f"{target}.{LORA_B}")

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from mpipipe.arrays import Array
 from mpipipe.nn.checks import check_features, check_positive, rows
-from mpipipe.nn.layers.layer import Layer, Pending, Projection, Saved, stacked_projections
+from mpipipe.nn.layers.layer import (
+    Layer,
+    Pending,
+    Projection,
+    Saved,
+    WithPending,
+    WithSaved,
+    stacked_projections,
+)
 from mpipipe.nn.parameters import matrix, vector
 
 
@@ -40,8 +46,8 @@ class Linear(Layer):
     freezes_parts = True
     ends = False
 
-    weight: np.ndarray
-    bias: np.ndarray | None = None
+    weight: Array
+    bias: Array | None = None
 
     def __init__(
         self,
@@ -61,7 +67,7 @@ class Linear(Layer):
     def projections(self) -> dict[str, Projection]:
         return {"linear": Projection("weight", 0, self.outputs)}
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> WithSaved:
         if x.ndim != 2:
             check_features(self, x, self.inputs)
             y, saved = self.forward(rows(x))
@@ -70,7 +76,7 @@ class Linear(Layer):
             check_features(self, x, self.inputs)
         return self.stage.kernels.linear(x, self.weight, self.bias), x
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array | None, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         if dy.ndim != 2:
             dx, pending = self.backward_input(rows(dy), saved)
             if dx is not None:
@@ -82,8 +88,7 @@ class Linear(Layer):
 
     def backward_weight(self, pending: Pending) -> None:
         dy, x = pending
-        self._add_product("weight", dy, x)
-        self._add("bias", self.stage.kernels.sum_rows, dy)
+        self._add_product("weight", dy, x, "bias")
 
 
 class _TwoProducts(Layer):
@@ -94,8 +99,8 @@ class _TwoProducts(Layer):
 
     takes_integers = False
 
-    down: np.ndarray
-    down_bias: np.ndarray | None = None
+    down: Array
+    down_bias: Array | None = None
 
     def __init__(self, dim: int, hidden: int, first: str, width: int, bias: bool, gain: float):
         check_positive(dim=dim, hidden=hidden)
@@ -107,14 +112,14 @@ class _TwoProducts(Layer):
         if bias:
             self.declared |= {self._first_bias: vector(width), "down_bias": vector(dim)}
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> WithSaved:
         check_features(self, x, self.dim)
         linear = self.stage.kernels.linear
         flat = rows(x)
         inner = linear(flat, getattr(self, self._first), getattr(self, self._first_bias))
         return linear(self._f(inner), self.down, self.down_bias).reshape(x.shape), (flat, inner)
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         x, inner = saved
         dflat = rows(dy)
         backward = self.stage.kernels.linear_backward_input
@@ -124,10 +129,9 @@ class _TwoProducts(Layer):
 
     def backward_weight(self, pending: Pending) -> None:
         x, dinner, dy, source = pending
-        self._add_product(self._first, dinner, x)
+        self._add_product(self._first, dinner, x, self._first_bias)
         if self.__dict__["down_grad"] is not None or "down" in self.adapters:
             self._add_product("down", dy, self._f_of(source))
-        self._add(self._first_bias, self.stage.kernels.sum_rows, dinner)
         self._add("down_bias", self.stage.kernels.sum_rows, dy)
 
     def _f(self, inner: Array) -> Array:
@@ -163,8 +167,8 @@ class FeedForward(_TwoProducts):
     mixes_positions = False
     freezes_parts = True
 
-    up: np.ndarray
-    up_bias: np.ndarray | None = None
+    up: Array
+    up_bias: Array | None = None
 
     def __init__(self, dim: int, hidden: int, bias: bool = True, gain: float = 1.0):
         super().__init__(dim, hidden, "up", hidden, bias, gain)
@@ -203,8 +207,8 @@ class SwiGLU(_TwoProducts):
     mixes_positions = False
     freezes_parts = True
 
-    gate_up: np.ndarray
-    gate_up_bias: np.ndarray | None = None
+    gate_up: Array
+    gate_up_bias: Array | None = None
 
     def __init__(self, dim: int, hidden: int, gain: float = 1.0, bias: bool = False):
         super().__init__(dim, hidden, "gate_up", 2 * hidden, bias, gain)
@@ -231,8 +235,8 @@ class Gelu(Layer):
     recordable = True
     mixes_positions = False
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> WithSaved:
         return self.stage.kernels.gelu(x), x
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         return self.stage.kernels.gelu_backward(dy, saved), None

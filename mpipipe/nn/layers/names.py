@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from keyword import iskeyword
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,9 +26,20 @@ from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels
 from mpipipe.nn.checks import check_features, check_positive
 from mpipipe.nn.layers.containers import Sequential
-from mpipipe.nn.layers.layer import Differentiable, Layer, Pending, Position, Saved, StageOfLayer
+from mpipipe.nn.layers.layer import (
+    Differentiable,
+    Layer,
+    Pending,
+    Position,
+    Saved,
+    WithPending,
+    WithSaved,
+)
 from mpipipe.nn.layers.linear import Linear
 from mpipipe.nn.parameters import zeros
+
+if TYPE_CHECKING:
+    from mpipipe.nn.stage import Stage
 
 
 def names_within(outer: Layer) -> Iterator[tuple[str, bool]]:
@@ -130,28 +141,6 @@ def handed(x: Tree, values: dict[str, Tree], names: Collection[str]) -> Tree:
     return Branches(x, **{name: values[name] for name in names})
 
 
-def check_links(chain: Names, number: int, takes: Collection[str], gives: Collection[str]) -> None:
-    """Raise ArgumentError unless the skips at a stage are the names of its layers.
-
-    The first stage takes its names from the inputs, and hands on others that are there.
-    """
-    missing = set(chain.unclaimed) - set(gives)
-    unknown = set(takes) - set(chain.takes)
-    if number:
-        missing |= set(chain.takes) - set(takes)
-        unknown |= set(gives) - set(chain.named)
-    if missing or unknown:
-        words = [f"no skip {name}" for name in sorted(missing)]
-        words += [f"skip {name}" for name in sorted(unknown)]
-        raise ArgumentError(
-            "the skips of the schedule are not those of the names that layers take and give",
-            found=", ".join(words),
-            expected="for each name a skip from the stage that gives it to each other one that "
-            "takes it",
-            remedy="Pipeline(stages, stages.schedule, ...) of what mpipipe.cut returns",
-        )
-
-
 def no_branches_error(stage: str, names: Sequence[str]) -> ArgumentError:
     """Return the error for a stage with skips that knows nothing of them."""
     return ArgumentError(
@@ -178,36 +167,28 @@ class Names(Differentiable):
     through: the chain alone where there are no names.
     """
 
-    def __init__(self, stage: StageOfLayer, layers: Sequence[Layer]) -> None:
+    def __init__(self, stage: Stage, layers: Sequence[Layer]) -> None:
         self.stage = stage
         self.chain = Sequential(layers)
         self.chain.stage = stage
         self.takes, self.named, self.unclaimed = names_of(layers)
-        self.comes_in = self.takes
+        self.comes_in = {*self.takes}
         self.goes_out = self.unclaimed
         self.gradients: dict[str, Tree] | None = None  # None outside of a backward
         self.entry: Differentiable = self.chain
         if self.takes or self.named:
             self.entry = self
 
-    @property
-    def are_used(self) -> bool:
-        """Whether names come in, go out, or are handed from layer to layer."""
-        return self.entry is self
-
     def hand_on(self, names: Collection[str]) -> None:
         """Give these names to later stages."""
         if names:
             self.entry = self
         self.goes_out = tuple(names)
-        self.comes_in = self.takes
-        for name in names:
-            if name not in (*self.named, *self.takes):
-                self.comes_in += (name,)
+        self.comes_in = {*self.takes, *names} - {*self.named}
 
     def forward(self, x: Tree) -> tuple[Tree, Saved]:
         main, handed = _divided(x)
-        if handed.keys() != {*self.comes_in}:
+        if handed.keys() != self.comes_in:
             raise ArgumentError(
                 "the layers of a stage take other names than it is handed",
                 found=", ".join(sorted(handed)) or "no names",
@@ -233,18 +214,29 @@ class Names(Differentiable):
             y = Branches(y, **outputs)
         return y, (saved, handed)
 
-    def backward_input(self, dy: Tree, saved: Saved) -> tuple[Tree, Pending]:
+    def backward_input(self, dy: Tree, saved: Saved, whole: bool = False) -> tuple[Tree, Pending]:
         of_layers, handed = saved
-        dx, pending = self.chain.backward_input(self._begin(dy), of_layers)
-        return self._with_gradients(dx, handed), pending
+        main, gradients = _divided(dy)
+        self.gradients = gradients = dict(gradients)
+        dx, pending = self.chain.backward_input(main, of_layers, whole)
+        self.gradients = None
+        if not handed:
+            return dx, pending
+        # These stay None where backwards end early.
+        skips: dict[str, Tree] = dict.fromkeys(handed)
+        if not self.chain.lowest:
+            for name, value in handed.items():
+                skips[name] = gradients.get(name)
+                # Where no layer has added one:
+                if skips[name] is None:
+                    skips[name] = arrays.mapped(_zeros_of, value)
+        return Branches(dx, **skips), pending
 
     def backward_weight(self, pending: Pending) -> None:
         self.chain.backward_weight(pending)
 
     def backward(self, dy: Tree, saved: Saved) -> Tree:
-        of_layers, handed = saved
-        dx = self.chain.backward(self._begin(dy), of_layers)
-        return self._with_gradients(dx, handed)
+        return self.backward_input(dy, saved, True)[0]
 
     def gradients_for(self, name: str, names: Collection[str], which: str) -> dict[str, Tree]:
         """Return the gradients of the backward under way; raise ArgumentError outside of one."""
@@ -259,28 +251,6 @@ class Names(Differentiable):
                 f"{', '.join(names) or 'which there is none'}",
             )
         return self.gradients
-
-    def _begin(self, dy: object) -> Tree:
-        main, skips = _divided(dy)
-        self.gradients = dict(skips)
-        return main
-
-    def _with_gradients(self, dx: Tree, handed: dict[str, Tree]) -> Tree:
-        """Return the gradient of the input with those of what was handed in.
-
-        These are None where backwards end early.
-        """
-        gradients = self.gradients or {}
-        self.gradients = None
-        if not handed:
-            return dx
-        skips: dict[str, Tree] = dict.fromkeys(handed)
-        if not self.chain.lowest:
-            for name, value in handed.items():
-                skips[name] = gradients.get(name)
-                if skips[name] is None:  # no layer has added one
-                    skips[name] = arrays.mapped(_zeros_of, value)
-        return Branches(dx, **skips)
 
 
 def _divided(x: object) -> tuple[Tree, dict[str, Tree]]:
@@ -320,11 +290,11 @@ class Keep(Layer):
     def __init__(self, name: str):
         self.gives = (checked_name(name),)
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> WithSaved:
         self.stage.give(self.gives[0], x)
         return x, None
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         return sum_of(dy, self.stage.gradient_of(self.gives[0])), None
 
 
@@ -352,21 +322,17 @@ class Join(Layer):
                 "axis of Join", found=repr(axis), expected="an axis after the first one, or None"
             )
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> WithSaved:
         other: Any = self.stage.taken(self.takes[0])
-        kernels = self.stage.kernels
         axis = self.axis
         expected = f"{x.dtype}{list(x.shape)}"
         if axis is not None:
             axis %= x.ndim
             expected += f", but for axis {self.axis}"
-        fits = False
-        if arrays.is_array(other) and other.ndim == x.ndim and other.dtype == x.dtype:
-            before = list(x.shape)
-            after = list(other.shape)
-            if axis is not None:
-                before[axis] = after[axis] = 0
-            fits = axis != 0 and before == after
+        fits = arrays.is_array(other) and other.ndim == x.ndim and other.dtype == x.dtype
+        if fits:
+            differ = np.flatnonzero(np.not_equal(x.shape, other.shape))
+            fits = axis != 0 and {*differ} <= {axis}
         if not fits:
             raise ArgumentError(
                 f"layer {self.name} (Join): what it takes as {self.takes[0]!r} does not fit its "
@@ -375,10 +341,10 @@ class Join(Layer):
                 expected=expected,
             )
         if axis is None:
-            return kernels.add(x, other), None
+            return self.stage.kernels.add(x, other), None
         return arrays.concatenate((x, other), axis), x.shape[axis]
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         dx = dother = dy
         if saved is not None:
             axes = (slice(None),) * ((self.axis or 0) % dy.ndim)
@@ -431,7 +397,7 @@ class AdaptiveNorm(Layer):
         }
         self.children = {"modulation": self.modulation}
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> WithSaved:
         check_features(self, x, self.size)
         condition: Any = self.stage.taken(self.takes[0])
         shape = (len(x), self.condition_size)
@@ -454,7 +420,7 @@ class AdaptiveNorm(Layer):
             scales.append(scale)
         return y.reshape(x.shape), (points, both, scales, of_linear)
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         points, both, scales, of_linear = saved
         kernels = self.stage.kernels
         dpoints = dy.reshape(points.shape)

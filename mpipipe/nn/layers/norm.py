@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.checks import check_features, check_positive, rows
-from mpipipe.nn.layers.layer import Layer, Pending, Saved
+from mpipipe.nn.layers.layer import Layer, Pending, Saved, WithPending, WithSaved
 from mpipipe.nn.parameters import ones, vector
 from mpipipe.nn.random import random_key
 
@@ -17,8 +15,8 @@ class _Norm(Layer):
 
     takes_integers = False
 
-    gain: np.ndarray
-    bias: np.ndarray | None = None
+    gain: Array
+    bias: Array | None = None
 
     def __init__(self, dim: int, eps: float):
         check_positive(dim=dim)
@@ -26,14 +24,12 @@ class _Norm(Layer):
         self.eps = eps
         self.declared = {"gain": vector(dim, ones)}
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> WithSaved:
         check_features(self, x, self.dim)
         y, scale = self.stage.kernels.norm(rows(x), self.gain, self.bias, self.eps)
         return y.reshape(x.shape), (rows(x), scale)
 
-    def backward_input(
-        self, dy: Array, saved: Saved, more: Array | None = None
-    ) -> tuple[Array, Pending]:
+    def backward_input(self, dy: Array, saved: Saved, more: Array | None = None) -> WithPending:
         x, scale = saved
         if more is not None:
             more = rows(more)
@@ -41,6 +37,11 @@ class _Norm(Layer):
             rows(dy), x, scale, self.gain, self.bias is not None, more
         )
         return dx.reshape(dy.shape), parts
+
+    def backward(self, dy: Array, saved: Saved, *more: Array) -> Array:
+        dx, pending = self.backward_input(dy, saved, *more)
+        self.backward_weight(pending)
+        return dx
 
     def backward_weight(self, pending: Pending) -> None:
         for key, parts in zip(("gain", "bias"), pending):
@@ -153,14 +154,14 @@ class Dropout(Layer):
     def bound(self) -> None:
         self._stream = random_key("dropout", self.stage.seed, self.name)
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> WithSaved:
         position = self.stage.position
         if not position.training or self.threshold == 0:
             return x, None
         counter = (position.step, position.replica, position.microbatch)
         return self.stage.kernels.dropout(x, self._stream, counter, self.threshold, self.scale)
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         if saved is None:
             return dy, None
         return self.stage.kernels.dropout_backward(dy, saved, self.scale), None

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Array
+from mpipipe.arrays import Array, Shape
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.checks import check_axes, check_field, check_positive
-from mpipipe.nn.layers.layer import Layer, Pending, Saved
+from mpipipe.nn.layers.layer import Layer, Pending, Saved, WithPending, WithSaved
 from mpipipe.nn.parameters import normal
 
 
@@ -42,7 +43,7 @@ class SpectralConv(Layer):
     takes_integers = False
     freezes_parts = True
 
-    weight: np.ndarray
+    weight: Array
 
     def __init__(self, inputs: int, outputs: int, modes: tuple[int, ...], gain: float = 1.0):
         check_positive(inputs=inputs, outputs=outputs)
@@ -53,7 +54,7 @@ class SpectralConv(Layer):
         self.frequencies = (*(2 * count for count in modes[:-1]), modes[-1])
         shape = (*self.frequencies, inputs, outputs, 2)
         self.declared = {"weight": normal(shape, gain * (2 * inputs) ** -0.5)}
-        self._matrices: dict[Any, Any] = {}
+        self._matrices = cache(self._made)
 
     # Shapes, with K the frequencies of all axes, P the problems, and (re, im) or (n, re) for pairs
     # of axes in one: x (batch, n1, n2, inputs) -> (P, (re, m2), inputs) -> low (batch, (re, k1), m2
@@ -62,11 +63,11 @@ class SpectralConv(Layer):
     # imaginary parts of low, A and B, have met W alone: the first matrix on the way back takes A +
     # iB.
 
-    def forward(self, x: Array) -> tuple[Array, Saved]:
+    def forward(self, x: Array) -> WithSaved:
         check_field(self, x, len(self.modes), self.inputs)
         space = x.shape[1:-1]
         kernels = self.stage.kernels
-        to_low, back = self._transforms(space, x.dtype)
+        to_low, back = self._matrices(space, arrays.accumulator(x.dtype))
         low = self._apply(arrays.cast(x, to_low[0].dtype), space, to_low, range(len(space))[::-1])
         low = low.reshape(2 * len(x), -1, self.inputs).swapaxes(0, 1)
         products = self._empty((*low.shape[:2], 2 * self.outputs), low.dtype)
@@ -75,11 +76,11 @@ class SpectralConv(Layer):
         y = self._apply(ready.reshape(len(x), 4, -1), space, back, range(len(space)))
         return arrays.cast(y, x.dtype).reshape(*x.shape[:-1], self.outputs), (low, space)
 
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
+    def backward_input(self, dy: Array, saved: Saved) -> WithPending:
         low, space = saved
         kernels = self.stage.kernels
         frequencies, rows, _ = low.shape
-        to_low, back = self._transforms(space, dy.dtype)
+        to_low, back = self._matrices(space, low.dtype)
         axes = range(len(space))
         ready = self._apply(arrays.cast(dy, low.dtype), space, back, axes[::-1], transpose=True)
         ready = ready.reshape(len(dy), 2, 2, frequencies, self.outputs)
@@ -119,27 +120,23 @@ class SpectralConv(Layer):
             x = y
         return x
 
-    def _transforms(self, space: Any, dtype: np.dtype) -> tuple[list[Array], list[Array]]:
+    def _made(self, space: Shape, kind: np.dtype) -> tuple[list[Array], list[Array]]:
         """Return the matrices to the frequencies and back, for each axis."""
-        kind = arrays.accumulator(dtype)
-        if (space, kind) not in self._matrices:
-            room = (*space[:-1], space[-1] // 2 + 1)
-            if any(points < count for points, count in zip(room, self.frequencies)):
-                raise ArgumentError(
-                    f"layer {self.name} (SpectralConv): an axis has too few points for its "
-                    "frequencies",
-                    found=f"{space} points, modes {self.modes}",
-                    expected="2 * modes points on each axis, and 2 * modes - 2 on the last",
-                    remedy="lower modes, or take a finer field",
-                )
-            to_low = []
-            back = []
-            for axis, (points, modes) in enumerate(zip(space, self.modes)):
-                pair = _transform(points, modes, axis == 0, axis == len(space) - 1)
-                to_low.append(self.upload(pair[0].astype(kind)))
-                back.append(self.upload(pair[1].astype(kind)))
-            self._matrices[space, kind] = to_low, back
-        return self._matrices[space, kind]
+        room = (*space[:-1], space[-1] // 2 + 1)
+        if any(points < count for points, count in zip(room, self.frequencies)):
+            raise ArgumentError(
+                f"layer {self.name} (SpectralConv): an axis has too few points for its frequencies",
+                found=f"{space} points, modes {self.modes}",
+                expected="2 * modes points on each axis, and 2 * modes - 2 on the last",
+                remedy="lower modes, or take a finer field",
+            )
+        to_low = []
+        back = []
+        for axis, (points, modes) in enumerate(zip(space, self.modes)):
+            pair = _transform(points, modes, axis == 0, axis == len(space) - 1)
+            to_low.append(self.upload(pair[0].astype(kind)))
+            back.append(self.upload(pair[1].astype(kind)))
+        return to_low, back
 
 
 def _transform(points: int, modes: int, first: bool, last: bool) -> tuple[np.ndarray, np.ndarray]:

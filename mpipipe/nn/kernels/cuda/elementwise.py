@@ -50,12 +50,11 @@ def accumulate(grad: DeviceArray, part: DeviceArray) -> None:
 
 def scale(x: DeviceArray, factor: float, out: DeviceArray | None = None) -> DeviceArray:
     """Return x * factor, in `out` where it is given."""
-    y = out
     if out is None:
-        y = arrays.empty_like(x)
+        out = arrays.empty_like(x)
     reals = arrays.as_reals(x)
-    _elements((reals, arrays.as_reals(y)), (), ("scale",), (scalar_type(reals.dtype)(factor),))
-    return y
+    _elements((reals, arrays.as_reals(out)), (), ("scale",), (scalar_type(reals.dtype)(factor),))
+    return out
 
 
 def gelu(x: DeviceArray) -> DeviceArray:

@@ -57,13 +57,11 @@ def linear_backward_input(dy: DeviceArray, weight: DeviceArray) -> DeviceArray:
     return dx
 
 
-def linear_backward_weight(
-    dy: DeviceArray, x: DeviceArray, grad: DeviceArray, add: bool = True
-) -> None:
-    """Grad += dy^T x; without `add` grad = dy^T x, and what was there is not read."""
+def linear_backward_weight(dy: DeviceArray, x: DeviceArray, grad: DeviceArray) -> None:
+    """Grad += dy^T x."""
     check_matrices("linear_backward_weight", dy, 0, x, 0)
     check_contiguous("linear_backward_weight", grad)
-    arrays.gemm(dy, x, grad, transpose_a=True, add=add)
+    arrays.gemm(dy, x, grad, transpose_a=True, add=True)
 
 
 def products(
@@ -133,10 +131,10 @@ def _constants(x: DeviceArray, *others: DeviceArray) -> dict[str, Any]:
     """Return the constants that norm.cu is compiled for."""
     width = vector_width(x, *others, divides=x.shape[1])
     words = x.shape[1] // width
-    threads = next((n for n in SHARED if words <= n * KEPT), 0)
-    if not threads:
-        return {"T": x.dtype, "V": width, "G": LONG, "K": 0}
-    return {"T": x.dtype, "V": width, "G": threads, "K": -(-words // threads)}
+    for threads in SHARED:
+        if words <= threads * KEPT:
+            return {"T": x.dtype, "V": width, "G": threads, "K": -(-words // threads)}
+    return {"T": x.dtype, "V": width, "G": LONG, "K": 0}
 
 
 def _block(threads: int) -> tuple[int, int]:
@@ -192,15 +190,13 @@ def norm_backward(
         inputs.append(more)
     dx = arrays.empty_like(x)
     call = _norm_backward.call(tuple(inputs), (dx,), (name,))
-    if call is None:
-        make = arrays.zeros
-    else:
-        make = arrays.empty
     blocks = 1
+    make = arrays.zeros
     if call is not None:
         blocks = call.grid[0]
+        make = arrays.empty
     parts = []
-    for _ in range(2 if centred else 1):
+    for _ in range(1 + centred):
         parts.append(make((blocks, x.shape[1]), scale.dtype, "cuda"))
     if call is not None:
         call.launch((*inputs, dx, *parts))
@@ -354,14 +350,11 @@ def softmax_cross_entropy(
     The mean is NaN where an id is out of range.
     """
     rows = len(logits)
-    gradient: DeviceArray = out
     if out is None:
-        gradient = arrays.empty_like(logits)
+        out = arrays.empty_like(logits)
     losses = arrays.empty((rows,), FLOAT64, "cuda")
-    _cross_entropy(
-        (logits, ids, gradient), (losses,), (), (scalar_type(logits.dtype)(factor / rows),)
-    )
-    return _mean(losses, rows), gradient
+    _cross_entropy((logits, ids, out), (losses,), (), (scalar_type(logits.dtype)(factor / rows),))
+    return _mean(losses, rows), out
 
 
 @Packed

@@ -77,17 +77,17 @@ def _update(
     if arrays.is_device(g_scale):
         factor = g_scale
         g_scale = 1.0
-    dtypes = {"T": p.dtype, "H": p.dtype if copy is None else copy.dtype}
+    arrays_of_all = [*arguments]
+    if copy is not None:
+        arrays_of_all.append(copy)
+    dtypes = {"T": p.dtype, "H": arrays_of_all[-1].dtype}
     for start, stop, decays in [(0, p.size, True)] if ranges is None else ranges:
-        parts = [array[start:stop] for array in arguments]
-        moved = parts
-        target = None
-        if copy is not None:
-            target = copy[start:stop]
-            moved = [*parts, target]
+        parts = [array[start:stop] for array in arrays_of_all]
+        width = vector_width(*parts)
+        if copy is None:
+            parts.append(None)
         scalars = map(p.dtype.type, (*(decaying if decays else plain), g_scale))
-        numbers = (*parts, target, factor, np.int64(stop - start), *scalars)
-        width = vector_width(*moved)
+        numbers = (*parts, factor, np.int64(stop - start), *scalars)
         launch(OPTIMIZER, name, stop - start, numbers, words=words, V=width, **dtypes)
 
 

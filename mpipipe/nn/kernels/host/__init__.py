@@ -16,10 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
+from typing import TypeAlias
 
 import numpy as np
 
 from mpipipe.processor import each
+
+HostArray: TypeAlias = np.ndarray
 
 ELEMENTS = 1 << 18  # most elements of a piece: 1 MiB of float32
 # Elements: pieces of flat arrays begin at multiples, so that no two threads write to one line of
@@ -43,9 +46,7 @@ def blocks(count: int, width: int = 1) -> list[slice]:
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
-def elementwise(
-    function: Callable[..., object], out: np.ndarray, *inputs: np.ndarray
-) -> np.ndarray:
+def elementwise(function: Callable[..., object], out: HostArray, *inputs: HostArray) -> HostArray:
     """Call function(*inputs, out=out) on pieces of arrays of one shape; return `out`."""
     if out.size <= ELEMENTS:
         function(*inputs, out=out)

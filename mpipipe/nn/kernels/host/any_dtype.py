@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-import numpy as np
-
-from mpipipe.arrays import upcast, upcast_halves
-from mpipipe.nn.kernels.host import full_precision
+from mpipipe.arrays import upcast_halves
+from mpipipe.nn.kernels.host import HostArray, full_precision
 
 # These take every dtype, or are given float32 and float64 alone.
 from mpipipe.nn.kernels.host.full_precision import (  # noqa: F401  # kernels, too
@@ -47,24 +45,26 @@ apply_rope = upcast_halves(full_precision.apply_rope, written=(2,))
 mean_squared_error = upcast_halves(full_precision.mean_squared_error, returned=(1,))
 
 
-def scale(x: np.ndarray, factor: float, out: np.ndarray | None = None) -> np.ndarray:
+def scale(x: HostArray, factor: float, out: HostArray | None = None) -> HostArray:
     """As full_precision.scale; the product with a half is rounded, not the factor."""
-    if x.dtype.itemsize != 2:
-        return full_precision.scale(x, factor, out)
+    product = _scaled(x, factor)
     if out is None:
-        out = np.empty_like(x)
-    copy(full_precision.scale(upcast(x), float(np.float32(factor))), out)
+        return product
+    copy(product, out)
     return out
 
 
+_scaled = _rounded(full_precision.scale)
+
+
 def norm_backward(
-    dy: np.ndarray,
-    x: np.ndarray,
-    scale: np.ndarray,
-    gain: np.ndarray,
+    dy: HostArray,
+    x: HostArray,
+    scale: HostArray,
+    gain: HostArray,
     centred: bool,
-    more: np.ndarray | None = None,
-) -> tuple[np.ndarray, ...]:
+    more: HostArray | None = None,
+) -> tuple[HostArray, ...]:
     """As full_precision.norm_backward; `more` is added to dx when that has been rounded."""
     dx, *parts = _norm_backward(dy, x, scale, gain, centred)
     return (dx if more is None else add(more, dx), *parts)

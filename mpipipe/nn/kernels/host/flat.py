@@ -9,7 +9,7 @@ from operator import add
 
 import numpy as np
 
-from mpipipe.nn.kernels.host import ELEMENTS, blocks
+from mpipipe.nn.kernels.host import ELEMENTS, HostArray, blocks
 from mpipipe.nn.kernels.interface import AdamWNumbers, Update
 from mpipipe.processor import each
 
@@ -17,10 +17,10 @@ WHOLE = Update()
 
 
 def adamw(
-    p: np.ndarray,
-    g: np.ndarray,
-    m: np.ndarray,
-    v: np.ndarray,
+    p: HostArray,
+    g: HostArray,
+    m: HostArray,
+    v: HostArray,
     numbers: AdamWNumbers,
     update: Update = WHOLE,
 ) -> None:
@@ -29,32 +29,32 @@ def adamw(
     step = rate / correction1
     root = 1 / math.sqrt(correction2)
 
-    def change(at: slice, part: np.ndarray, grad: np.ndarray, decays: bool) -> None:
+    def change(at: slice, part: HostArray, grad: HostArray, decays: bool) -> None:
         first = m[at]
         second = v[at]
-        work = np.multiply(grad, 1 - b1)
-        np.multiply(first, b1, out=first)
-        np.add(first, work, out=first)
+        work = grad * (1 - b1)
+        first *= b1
+        first += work
         np.multiply(grad, grad, out=work)
-        np.multiply(work, 1 - b2, out=work)
-        np.multiply(second, b2, out=second)
-        np.add(second, work, out=second)
+        work *= 1 - b2
+        second *= b2
+        second += work
         np.sqrt(second, out=work)
-        np.multiply(work, root, out=work)
-        np.add(work, eps, out=work)
+        work *= root
+        work += eps
         np.divide(first, work, out=work)
-        np.multiply(work, step, out=work)
+        work *= step
         if decays and shrink != 1:
-            np.multiply(part, shrink, out=part)
-        np.subtract(part, work, out=part)
+            part *= shrink
+        part -= work
 
     _update(change, p, g, update)
 
 
 def sgd(
-    p: np.ndarray,
-    g: np.ndarray,
-    u: np.ndarray | None,
+    p: HostArray,
+    g: HostArray,
+    u: HostArray | None,
     momentum: float,
     decay: float,
     rate: float,
@@ -62,23 +62,24 @@ def sgd(
 ) -> None:
     """Make one step of gradient descent, in place; u is None without momentum."""
 
-    def change(at: slice, part: np.ndarray, grad: np.ndarray, decays: bool) -> None:
+    def change(at: slice, part: HostArray, grad: HostArray, decays: bool) -> None:
         added = grad
         if decays and decay:
             added = grad + part * decay
         if u is not None:
             moving = u[at]
-            np.multiply(moving, momentum, out=moving)
-            added = np.add(moving, added, out=moving)
-        np.subtract(part, added * rate, out=part)
+            moving *= momentum
+            moving += added
+            added = moving
+        part -= added * rate
 
     _update(change, p, g, update)
 
 
 def _update(
-    change: Callable[[slice, np.ndarray, np.ndarray, bool], None],
-    p: np.ndarray,
-    g: np.ndarray,
+    change: Callable[[slice, HostArray, HostArray, bool], None],
+    p: HostArray,
+    g: HostArray,
     update: Update,
 ) -> None:
     """Call change(piece, parameters, scaled gradients, decays) for pieces within ranges."""
@@ -87,7 +88,7 @@ def _update(
         at, decays = piece
         gradients = g[at]
         if update.g_scale != 1:
-            gradients = np.multiply(gradients, update.g_scale)
+            gradients = gradients * update.g_scale
         change(at, p[at], gradients, decays)
         if update.copy is not None:
             with np.errstate(over="ignore", invalid="ignore"):
@@ -104,8 +105,8 @@ def _update(
 
 
 def sums_of_squares(
-    flat: np.ndarray, offsets: Sequence[tuple[int, int]], out: np.ndarray | None = None
-) -> np.ndarray:
+    flat: HostArray, offsets: Sequence[tuple[int, int]], out: HostArray | None = None
+) -> HostArray:
     """Return the sum of flat[start:stop]^2 for each (start, stop), in float64."""
     if out is None:
         out = np.empty(len(offsets))
@@ -113,7 +114,7 @@ def sums_of_squares(
     return out
 
 
-def sum_of_squares(flat: np.ndarray) -> float:
+def sum_of_squares(flat: HostArray) -> float:
     """Return the sum of flat^2, in float64."""
     # Small losses need their sum in every micro-batch, so they pass by the loop.
     if flat.size <= ELEMENTS:

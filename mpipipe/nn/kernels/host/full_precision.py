@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from mpipipe.arrays import float32_like, round_into, upcast
-from mpipipe.nn.kernels.host import ELEMENTS, blocks, elementwise
+from mpipipe.nn.kernels.host import ELEMENTS, HostArray, blocks, elementwise
 from mpipipe.nn.kernels.host.flat import adamw, sgd, sum_of_squares, summed, sums_of_squares  # noqa: F401  # kernels, too
 from mpipipe.nn.kernels.host.products import (  # noqa: F401  # kernels, too
     add_parts,
@@ -29,19 +29,17 @@ LAID = 1 << 14  # elements of which `copy` moves rows
 # -- single passes ---------------------------------------------------------------------------------
 
 
-def add(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+def add(x: HostArray, y: HostArray) -> HostArray:
     """Return x + y."""
-    if x.size <= ELEMENTS:
-        return np.add(x, y)
     return elementwise(np.add, np.empty_like(x), x, y)
 
 
-def accumulate(grad: np.ndarray, part: np.ndarray) -> None:
+def accumulate(grad: HostArray, part: HostArray) -> None:
     """Grad += part."""
     elementwise(np.add, grad, grad, part)
 
 
-def scale(x: np.ndarray, factor: float, out: np.ndarray | None = None) -> np.ndarray:
+def scale(x: HostArray, factor: float, out: HostArray | None = None) -> HostArray:
     """Return x * factor, in `out` where it is given."""
     if x.size <= ELEMENTS:
         return np.multiply(x, factor, out=out)
@@ -50,19 +48,13 @@ def scale(x: np.ndarray, factor: float, out: np.ndarray | None = None) -> np.nda
     return elementwise(lambda part, out: np.multiply(part, factor, out=out), out, x)
 
 
-def copy(source: np.ndarray, target: np.ndarray, add: bool = False) -> None:
-    """Target = source or, with `add`, target += source, with any strides; too large is infinite."""
+def copy(source: HostArray, target: HostArray) -> None:
+    """Target = source, with any strides; too large is infinite."""
     with np.errstate(over="ignore", invalid="ignore"):
-        if add:
-            elementwise(_add, target, target, source)
-        else:
-            elementwise(_copy, target, source)
+        elementwise(_copy, target, source)
 
 
-_add = partial(np.add, casting="same_kind")
-
-
-def _copy(source: np.ndarray, out: np.ndarray) -> None:
+def _copy(source: HostArray, out: HostArray) -> None:
     # Short rows move faster than their elements.
     short = source.ndim > 1 and source.shape[-1] <= SHORT
     if source.size >= LAID and short and source.dtype == out.dtype:
@@ -76,17 +68,17 @@ def _copy(source: np.ndarray, out: np.ndarray) -> None:
 # -- rotary positions ------------------------------------------------------------------------------
 
 
-def rope_table(angles: np.ndarray, amplitude: float, dtype: np.dtype) -> np.ndarray:
+def rope_table(angles: HostArray, amplitude: float, dtype: np.dtype) -> HostArray:
     """Return the factors for `apply_rope`: complex (seq, 1, head_dim / 2)."""
     table = np.exp(1j * angles)
     if amplitude != 1:
         table *= amplitude
-    table = table.astype(_complex_of(dtype))[:, None, :]
+    table = table.astype(np.result_type(dtype, np.complex64))[:, None, :]
     table.flags.writeable = False
     return table
 
 
-def apply_rope(x: np.ndarray, table: np.ndarray, target: np.ndarray, inverse: bool = False) -> None:
+def apply_rope(x: HostArray, table: HostArray, target: HostArray, inverse: bool = False) -> None:
     """Target = each pair of neighbours of x turned by its factor, or back by it with `inverse`."""
     factors = table
     if inverse:
@@ -97,36 +89,30 @@ def apply_rope(x: np.ndarray, table: np.ndarray, target: np.ndarray, inverse: bo
         if paired:
             np.multiply(_pairs(x[:, at]), factors[at], out=_pairs(target[:, at]))
         else:
-            turned = np.multiply(_pairs(np.ascontiguousarray(x[:, at])), factors[at])
+            turned = _pairs(np.ascontiguousarray(x[:, at])) * factors[at]
             target[:, at] = turned.view(x.dtype)
 
     each(work, blocks(x.shape[1], x.size // max(1, x.shape[1])))
 
 
-def _pairs(x: np.ndarray) -> np.ndarray:
+def _pairs(x: HostArray) -> HostArray:
     """Return x (..., head_dim) as complex (..., head_dim / 2), a view."""
-    return x.view(_complex_of(x.dtype))
-
-
-def _complex_of(dtype: np.dtype) -> np.dtype:
-    """Return complex128 for float64, complex64 for all others."""
-    return np.dtype(np.complex128 if dtype == np.float64 else np.complex64)
+    return x.view(np.result_type(x, np.complex64))
 
 
 # -- embedding -------------------------------------------------------------------------------------
 
 
-def embed(weight: np.ndarray, ids: np.ndarray) -> np.ndarray:
+def embed(weight: HostArray, ids: HostArray) -> HostArray:
     """Return row `id` of the table for each id."""
-    if ids.size * weight.shape[1] <= ELEMENTS:
-        return np.take(weight, ids, axis=0, mode="clip")
-    rows = np.empty((ids.size, weight.shape[1]), weight.dtype)
     flat = ids.reshape(-1)
+    width = weight.shape[1]
+    rows = np.empty((flat.size, width), weight.dtype)
     each(lambda at: np.take(weight, flat[at], 0, rows[at], "clip"), blocks(*rows.shape))
-    return rows.reshape(*ids.shape, -1)
+    return rows.reshape(*ids.shape, width)
 
 
-def embed_backward(dy: np.ndarray, ids: np.ndarray, grad: np.ndarray) -> None:
+def embed_backward(dy: HostArray, ids: HostArray, grad: HostArray) -> None:
     """Add each row of dy to the row of grad that its id names."""
     if ids.size == 0:
         return
@@ -143,8 +129,8 @@ def embed_backward(dy: np.ndarray, ids: np.ndarray, grad: np.ndarray) -> None:
 
 
 def dropout(
-    x: np.ndarray, key: np.ndarray, counter: tuple[int, int, int], threshold: int, factor: float
-) -> tuple[np.ndarray, np.ndarray]:
+    x: HostArray, key: HostArray, counter: tuple[int, int, int], threshold: int, factor: float
+) -> tuple[HostArray, HostArray]:
     """Return (y, keep): y = x * factor where the random bits reach `threshold`, else 0."""
     flat = x.reshape(-1)
     keep = np.empty(x.shape, bool)
@@ -153,22 +139,20 @@ def dropout(
     of_y = y.reshape(-1)
 
     def work(at: slice) -> None:
-        np.greater_equal(
-            random_bits(key, counter, at.stop - at.start, at.start), threshold, out=of_keep[at]
-        )
-        np.multiply(flat[at], of_keep[at], out=of_y[at])
-        np.multiply(of_y[at], factor, out=of_y[at])
+        of_keep[at] = random_bits(key, counter, at.stop - at.start, at.start) >= threshold
+        part = np.multiply(flat[at], of_keep[at], out=of_y[at])
+        part *= factor
 
     each(work, blocks(flat.size))
     return y, keep
 
 
-def dropout_backward(dy: np.ndarray, keep: np.ndarray, factor: float) -> np.ndarray:
+def dropout_backward(dy: HostArray, keep: HostArray, factor: float) -> HostArray:
     """Return dx = dy * factor where `keep`, else 0."""
 
-    def work(dy: np.ndarray, keep: np.ndarray, out: np.ndarray) -> None:
+    def work(dy: HostArray, keep: HostArray, out: HostArray) -> None:
         np.multiply(dy, keep, out=out)
-        np.multiply(out, factor, out=out)
+        out *= factor
 
     return elementwise(work, np.empty(dy.shape, dy.dtype), dy, keep)
 
@@ -180,51 +164,49 @@ _ROOT = math.sqrt(2 / math.pi)
 _CUBE = 0.044715
 
 
-def gelu(x: np.ndarray) -> np.ndarray:
+def gelu(x: HostArray) -> HostArray:
     """Return y."""
 
-    def work(x: np.ndarray, out: np.ndarray) -> None:
+    def work(x: HostArray, out: HostArray) -> None:
         _tanh_term(x, out)
-        np.add(out, 1, out=out)
-        np.multiply(out, x, out=out)
-        np.multiply(out, 0.5, out=out)
+        out += 1
+        out *= x
+        out *= 0.5
 
     return elementwise(work, np.empty(x.shape, x.dtype), x)
 
 
-def gelu_backward(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
+def gelu_backward(dy: HostArray, x: HostArray) -> HostArray:
     """Return dx = dy ((1 + t) / 2 + x (1 - t^2) u' / 2).
 
     Here t = tanh(u) and u' = sqrt(2 / pi) (1 + 3 * 0.044715 x^2).
     """
 
-    def work(dy: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
-        t = _tanh_term(x, np.empty(x.shape, x.dtype))
+    def work(dy: HostArray, x: HostArray, out: HostArray) -> None:
+        t = _tanh_term(x, np.empty_like(x))
         np.multiply(x, x, out=out)
-        np.multiply(out, 3 * _CUBE * _ROOT, out=out)
-        np.add(out, _ROOT, out=out)
-        np.multiply(out, x, out=out)
-        rest = np.multiply(t, t, out=np.empty_like(t))
-        np.subtract(1, rest, out=rest)
-        np.multiply(out, rest, out=out)
-        np.add(out, t, out=out)
-        np.add(out, 1, out=out)
-        np.multiply(out, 0.5, out=out)
-        np.multiply(out, dy, out=out)
+        out *= 3 * _CUBE * _ROOT
+        out += _ROOT
+        out *= x
+        out *= 1 - t * t
+        out += t
+        out += 1
+        out *= 0.5
+        out *= dy
 
     return elementwise(work, np.empty(dy.shape, dy.dtype), dy, x)
 
 
-def _tanh_term(x: np.ndarray, out: np.ndarray) -> np.ndarray:
+def _tanh_term(x: HostArray, out: HostArray) -> HostArray:
     """Out = tanh(sqrt(2 / pi) (x + 0.044715 x^3))."""
     np.multiply(x, x, out=out)
-    np.multiply(out, _ROOT * _CUBE, out=out)
-    np.add(out, _ROOT, out=out)
-    np.multiply(out, x, out=out)
+    out *= _ROOT * _CUBE
+    out += _ROOT
+    out *= x
     return np.tanh(out, out=out)
 
 
-def swiglu(both: np.ndarray) -> np.ndarray:
+def swiglu(both: HostArray) -> HostArray:
     """Return silu(gate) * up."""
     hidden = both.shape[1] // 2
     gate = both[:, :hidden]
@@ -233,14 +215,14 @@ def swiglu(both: np.ndarray) -> np.ndarray:
 
     def work(at: slice) -> None:
         part = _sigmoid(gate[at], inner[at])
-        np.multiply(part, gate[at], out=part)
-        np.multiply(part, up[at], out=part)
+        part *= gate[at]
+        part *= up[at]
 
     each(work, blocks(*inner.shape))
     return inner
 
 
-def swiglu_backward(both: np.ndarray, dinner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def swiglu_backward(both: HostArray, dinner: HostArray) -> tuple[HostArray, HostArray]:
     """Return (gradient of both, h = silu(gate) * up); the latter overwrites `dinner`, which is dh.
 
     With s = sigmoid(gate) and a = gate * s: dup = dh * a, dgate = dh * up * (s + a - a * s).
@@ -255,12 +237,12 @@ def swiglu_backward(both: np.ndarray, dinner: np.ndarray) -> tuple[np.ndarray, n
         inner = dinner[at]
         dgate = dboth[at, :hidden]
         dup = dboth[at, hidden:]
-        s = _sigmoid(gate, np.empty(inner.shape, inner.dtype))
-        a = np.multiply(gate, s)
+        s = _sigmoid(gate, np.empty_like(inner))
+        a = gate * s
         np.multiply(a, s, out=dup)
-        np.add(s, a, out=s)
-        np.subtract(s, dup, out=s)
-        np.multiply(s, up, out=s)
+        s += a
+        s -= dup
+        s *= up
         np.multiply(s, inner, out=dgate)
         np.multiply(a, inner, out=dup)
         np.multiply(a, up, out=inner)
@@ -269,15 +251,16 @@ def swiglu_backward(both: np.ndarray, dinner: np.ndarray) -> tuple[np.ndarray, n
     return dboth, dinner
 
 
-def _sigmoid(x: np.ndarray, out: np.ndarray) -> np.ndarray:
+def _sigmoid(x: HostArray, out: HostArray) -> HostArray:
     """Out = 1 / (1 + exp(-x)) = (1 + tanh(x / 2)) / 2.
 
     This never overflows, and tanh is numpy's fastest such function.
     """
     np.multiply(x, 0.5, out=out)
     np.tanh(out, out=out)
-    np.multiply(out, 0.5, out=out)
-    return np.add(out, 0.5, out=out)
+    out *= 0.5
+    out += 0.5
+    return out
 
 
 # -- Normalisation of rows; nn/layers/norm.py has the formulas -------------------------------------
@@ -287,8 +270,8 @@ def _sigmoid(x: np.ndarray, out: np.ndarray) -> np.ndarray:
 
 
 def norm(
-    x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float
-) -> tuple[np.ndarray, np.ndarray]:
+    x: HostArray, gain: HostArray, bias: HostArray | None, eps: float
+) -> tuple[HostArray, HostArray]:
     """Return (y, scale)."""
     y = np.empty(x.shape, x.dtype)
     scale = np.empty(len(x), x.dtype)
@@ -298,48 +281,51 @@ def norm(
         out = y[at]
         if bias is not None:
             part = _centred(part, out)
-        _inverse_root(part, eps, scale[at])
+        root = np.sqrt(np.vecdot(part, part) / part.shape[1] + eps)
+        np.reciprocal(root, out=scale[at])
         np.multiply(part, scale[at, None], out=out)
-        np.multiply(out, gain, out=out)
+        out *= gain
         if bias is not None:
-            np.add(out, bias, out=out)
+            out += bias
 
     each(work, blocks(*x.shape))
     return y, scale
 
 
 def norm_backward(
-    dy: np.ndarray,
-    x: np.ndarray,
-    scale: np.ndarray,
-    gain: np.ndarray,
+    dy: HostArray,
+    x: HostArray,
+    scale: HostArray,
+    gain: HostArray,
     centred: bool,
-    more: np.ndarray | None = None,
-) -> tuple[np.ndarray, ...]:
+    more: HostArray | None = None,
+) -> tuple[HostArray, ...]:
     """Return (dx, part of dgain) and, where rows were centred, part of dbias."""
     dx = np.empty(x.shape, x.dtype)
     pieces = blocks(*x.shape)
     dgain = np.empty((len(pieces), len(gain)), gain.dtype)
     dbias = np.empty_like(dgain)
 
-    def mean(sums: np.ndarray) -> np.ndarray:
-        return np.divide(sums, len(gain), out=sums)
+    def mean(terms: HostArray) -> HostArray:
+        return (np.matmul(terms, gain) / len(gain))[:, None]
 
     def work(piece: tuple[int, slice]) -> None:
         number, at = piece
         part = dy[at]
         out = dx[at]
         r = scale[at, None]
-        normal = np.empty(part.shape, part.dtype)
-        np.multiply(_centred(x[at], normal) if centred else x[at], r, out=normal)
-        product = np.multiply(part, normal)
-        np.add.reduce(product, 0, out=dgain[number])
-        np.multiply(normal, mean(np.matmul(product, gain))[:, None], out=normal)
-        np.multiply(part, gain, out=out)
-        np.subtract(out, normal, out=out)
-        np.multiply(out, r, out=out)
+        normal = x[at]
         if centred:
-            np.subtract(out, mean(np.matmul(part, gain))[:, None] * r, out=out)
+            normal = _centred(normal, out)
+        normal = normal * r
+        product = part * normal
+        np.add.reduce(product, 0, out=dgain[number])
+        normal *= mean(product)
+        np.multiply(part, gain, out=out)
+        out -= normal
+        out *= r
+        if centred:
+            out -= mean(part) * r
             np.add.reduce(part, 0, out=dbias[number])
         if more is not None:
             np.add(more[at], out, out=out)
@@ -350,20 +336,9 @@ def norm_backward(
     return (dx, dgain)
 
 
-def _inverse_root(x: np.ndarray, eps: float, out: np.ndarray) -> None:
-    """Out = 1 / sqrt(mean(x^2) + eps) of each row of x."""
-    square = np.vecdot(x, x)
-    np.divide(square, x.shape[1], out=square)
-    np.add(square, eps, out=square)
-    np.sqrt(square, out=square)
-    np.reciprocal(square, out=out)
-
-
-def _centred(x: np.ndarray, out: np.ndarray) -> np.ndarray:
+def _centred(x: HostArray, out: HostArray) -> HostArray:
     """Out = x minus the mean of each row; return it."""
-    mean = np.add.reduce(x, 1, keepdims=True)
-    np.divide(mean, x.shape[1], out=mean)
-    return np.subtract(x, mean, out=out)
+    return np.subtract(x, np.add.reduce(x, 1, keepdims=True) / x.shape[1], out=out)
 
 
 # -- Losses and their gradients, times a factor that is applied before the gradient is rounded -----
@@ -373,8 +348,8 @@ _subtract = partial(np.subtract, casting="same_kind")
 
 
 def mean_squared_error(
-    output: np.ndarray, target: np.ndarray, factor: float = 1.0
-) -> tuple[float, np.ndarray]:
+    output: HostArray, target: HostArray, factor: float = 1.0
+) -> tuple[float, HostArray]:
     """Return (mean of (output - target)^2 in float64, factor * its gradient).
 
     `target` has any dtype.
@@ -386,8 +361,8 @@ def mean_squared_error(
 
 
 def softmax_cross_entropy(
-    logits: np.ndarray, ids: np.ndarray, factor: float = 1.0, out: np.ndarray | None = None
-) -> tuple[float, np.ndarray]:
+    logits: HostArray, ids: HostArray, factor: float = 1.0, out: HostArray | None = None
+) -> tuple[float, HostArray]:
     """Return (mean of -log softmax(logits)[id] in float64, factor * its gradient).
 
     It takes halves, too, and upcasts a piece at a time: logits are the largest arrays of all.
@@ -399,19 +374,18 @@ def softmax_cross_entropy(
 
     def term(at: slice) -> float:
         part = upcast(logits[at])
-        labels = ids[at]
-        picks = np.arange(at.stop - at.start)
+        picked = np.arange(len(part)), ids[at]
         to = part
         if logits.itemsize > 2:
             to = gradient[at]
         np.subtract(part, part.max(1, keepdims=True), out=to)
-        hits = to[picks, labels]
+        hits = to[picked]
         np.exp(to, out=to)
         sums = np.add.reduce(to, 1, keepdims=True)
         value = float(np.sum(np.log(sums[:, 0], dtype=np.float64) - hits))
-        np.multiply(sums, count, out=sums)
-        np.divide(to, sums, out=to)
-        to[picks, labels] -= 1 / count
+        sums *= count
+        to /= sums
+        to[picked] -= 1 / count
         if logits.itemsize == 2:
             copy(to, gradient[at])
         return value
@@ -423,11 +397,11 @@ def softmax_cross_entropy(
 
 
 def running_lse(
-    logits: np.ndarray,
-    ids: np.ndarray,
+    logits: HostArray,
+    ids: HostArray,
     columns: tuple[int, int],
-    before: Sequence[np.ndarray],
-    after: Sequence[np.ndarray],
+    before: Sequence[HostArray],
+    after: Sequence[HostArray],
 ) -> None:
     """Set L and t from those before and some columns of logits."""
 
@@ -437,10 +411,11 @@ def running_lse(
         t = after[1][at]
         carried = before[0][at]
         top = np.maximum(part.max(1), carried)
-        powers = np.subtract(part, top[:, None])
+        powers = part - top[:, None]
         np.add.reduce(np.exp(powers, out=powers), 1, out=lse)
-        np.add(lse, np.exp(carried - top), out=lse)
-        np.add(np.log(lse, out=lse), top, out=lse)
+        lse += np.exp(carried - top)
+        np.log(lse, out=lse)
+        lse += top
         t[...] = before[1][at]
         rows, hits = _hits(ids[at], columns[0], part.shape[1])
         t[rows] += part[rows, hits]
@@ -449,19 +424,20 @@ def running_lse(
 
 
 def running_lse_backward(
-    logits: np.ndarray,
-    ids: np.ndarray,
+    logits: HostArray,
+    ids: HostArray,
     first: int,
-    lse: np.ndarray,
-    slopes: Sequence[np.ndarray],
-    out: np.ndarray,
+    lse: HostArray,
+    slopes: Sequence[HostArray],
+    out: HostArray,
 ) -> None:
     """Set the gradient of the logits."""
 
     def work(at: slice) -> None:
         part = float32_like(out[at])
         np.subtract(upcast(logits[at]), lse[at, None], out=part)
-        np.multiply(np.exp(part, out=part), slopes[0][at, None], out=part)
+        np.exp(part, out=part)
+        part *= slopes[0][at, None]
         rows, hits = _hits(ids[at], first, part.shape[1])
         part[rows, hits] += slopes[1][at][rows]
         round_into(out[at], part)
@@ -469,7 +445,7 @@ def running_lse_backward(
     each(work, blocks(*logits.shape))
 
 
-def _hits(ids: np.ndarray, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+def _hits(ids: HostArray, first: int, count: int) -> tuple[HostArray, HostArray]:
     """Return the rows whose ids are among some columns, and the columns of these."""
     columns = ids.astype(np.int64) - first
     rows = np.flatnonzero((columns >= 0) & (columns < count))

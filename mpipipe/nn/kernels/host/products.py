@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from mpipipe.nn.kernels.host import HostArray
 from mpipipe.processor import each
 
 WORK = 1 << 22  # multiplications of a product that is cut
@@ -23,7 +24,7 @@ WIDTH = 256  # columns that one thread sums at least
 SUMMED = 1 << 18  # elements, above which a sum of rows is cut
 
 
-def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+def linear(x: HostArray, weight: HostArray, bias: HostArray | None = None) -> HostArray:
     """Return y = x weight^T + bias, in pieces of rows, or of columns where rows are few."""
     count = len(x)
     width, depth = weight.shape
@@ -34,9 +35,9 @@ def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) ->
         )
     if not pieces:
         y = np.matmul(x, weight.T)
-        if bias is None:
-            return y
-        return np.add(y, bias, out=y)
+        if bias is not None:
+            y += bias
+        return y
     result = np.empty((count, width), x.dtype)
     whole = slice(None)
 
@@ -48,13 +49,13 @@ def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) ->
             columns = whole
         part = np.matmul(x[rows], weight[columns].T, out=result[rows, columns])
         if bias is not None:
-            np.add(part, bias[columns], out=part)
+            part += bias[columns]
 
     each(work, pieces)
     return result
 
 
-def linear_backward_input(dy: np.ndarray, weight: np.ndarray) -> np.ndarray:
+def linear_backward_input(dy: HostArray, weight: HostArray) -> HostArray:
     """Return dx = dy weight."""
     return linear(dy, weight.T)
 
@@ -65,37 +66,28 @@ def even_pieces(count: int, least: int) -> list[slice]:
     return [slice(count * i // number, count * (i + 1) // number) for i in range(number)]
 
 
-def linear_backward_weight(
-    dy: np.ndarray, x: np.ndarray, grad: np.ndarray, add: bool = True
-) -> None:
-    """Grad += dy^T x; without `add` grad = dy^T x.
+def linear_backward_weight(dy: HostArray, x: HostArray, grad: HostArray) -> None:
+    """Grad += dy^T x.
 
     A large product is made in pieces of the gradient, each added while it is still in cache.
-    Without `add` the pieces are the same, so that the product has the same bits.
     """
     if grad.size <= PIECE:
-        if add:
-            np.add(grad, np.matmul(dy.T, x), out=grad)
-        else:
-            np.matmul(dy.T, x, out=grad)
+        grad += np.matmul(dy.T, x)
         return
     outputs, inputs = grad.shape
 
     def work(at: slice) -> None:
         part = grad[at]
-        if add:
-            np.add(part, np.matmul(dy[:, at].T, x), out=part)
-        else:
-            np.matmul(dy[:, at].T, x, out=part)
+        part += np.matmul(dy[:, at].T, x)
 
     step = max(16, PIECE // inputs)
     each(work, [slice(start, start + step) for start in range(0, outputs, step)])
 
 
 def products(
-    a: np.ndarray,
-    b: np.ndarray,
-    c: np.ndarray,
+    a: HostArray,
+    b: HostArray,
+    c: HostArray,
     transpose_a: bool = False,
     transpose_b: bool = False,
     add: bool = False,
@@ -112,7 +104,7 @@ def products(
     def work(at: slice) -> None:
         part = c[at]
         if add:
-            np.add(part, np.matmul(a[at], b[at]), out=part)
+            part += np.matmul(a[at], b[at])
         else:
             np.matmul(a[at], b[at], out=part)
 
@@ -120,25 +112,23 @@ def products(
     each(work, [slice(start, start + step) for start in range(0, count, step)])
 
 
-def sum_rows(dy: np.ndarray, grad: np.ndarray) -> None:
+def sum_rows(dy: HostArray, grad: HostArray) -> None:
     """Grad += the sum of the rows of dy."""
     if dy.size <= SUMMED:
-        np.add(grad, np.add.reduce(dy, 0), out=grad)
+        grad += np.add.reduce(dy, 0)
         return
 
     def work(at: slice) -> None:
-        np.add(grad[at], np.add.reduce(dy[:, at], 0), out=grad[at])
+        part = grad[at]
+        part += np.add.reduce(dy[:, at], 0)
 
     # Sums of rows have the same bits however columns are cut.
-    pieces = []
-    if dy.size > SUMMED:
-        pieces = even_pieces(dy.shape[1], WIDTH)
-    each(work, pieces or [slice(None)])
+    each(work, even_pieces(dy.shape[1], WIDTH) or [slice(None)])
 
 
-def add_parts(parts: np.ndarray, grad: np.ndarray) -> None:
+def add_parts(parts: HostArray, grad: HostArray) -> None:
     """Grad += the sum of the rows of parts."""
     if len(parts) == 1:
-        np.add(grad, parts[0], out=grad)
+        grad += parts[0]
     else:
-        np.add(grad, np.add.reduce(parts, 0), out=grad)
+        grad += np.add.reduce(parts, 0)
