@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpipipe import arrays, nn
-from mpipipe.attention import Local, slice_lengths
+from mpipipe.attention import slice_lengths
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, RankGroup, group_of, runtime
@@ -480,7 +480,7 @@ class TextTask(Task):
         if count == 0:
             return ""
         first = plan.schedule.placement[0]
-        room = longest_text(self.model.build(Local()))
+        room = longest_text(self.model)
         prompt = None
         if mesh.pipe.rank == first and self.source is not None:
             text = self.source.validation

@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -197,10 +196,9 @@ class Decoder:
 
 
 class Underway:
-    """The pieces of a forward: the decoder and its stages set them, caches read them."""
+    """The pieces of each micro-batch of a forward: the decoder sets them, caches read them."""
 
-    parts: Sequence[Sequence[Piece]] = ()  # for each micro-batch
-    pieces: Sequence[Piece] = ()  # the micro-batch under way
+    parts: Sequence[Sequence[Piece]] = ()
 
 
 class SequenceCaches(nn.Attend):
@@ -212,59 +210,51 @@ class SequenceCaches(nn.Attend):
         self.window = window
         self.poll: Callable[[], object] = lambda: None
         self.caches: dict[int, KVCache] = {}
+        self.pieces: Sequence[Piece] = ()  # of the micro-batch under way
+
+    def begin(self, position: nn.Position) -> None:
+        self.pieces = self.underway.parts[position.microbatch]
 
     def positions(self, rows: int) -> np.ndarray:
         positions: list[int] = []
-        for piece in self.underway.pieces:
+        for piece in self.pieces:
             positions += range(piece.start, piece.start + len(piece.tokens))
         return np.array(positions)
 
     def forward(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, None]:
         outs = []
         stop = 0
-        for piece in self.underway.pieces:
+        for piece in self.pieces:
             if piece.start == 0:
                 self.caches[piece.sequence] = KVCache(self.capacity, self.window)
             cache = self.caches[piece.sequence]
             cache.poll = self.poll
             start = stop
-            stop = stop + len(piece.tokens)
-            outs.append(cache.forward(q[:, start:stop], k[:, start:stop], v[:, start:stop])[0])
+            stop += len(piece.tokens)
+            outs.append(cache.forward(*(array[:, start:stop] for array in (q, k, v)))[0])
         return np.concatenate(outs, axis=1), None
 
     def backward(self, dout: arrays.Array, saved: object, room: object = None) -> NoReturn:
         raise ArgumentError("a decoder has no backward")
 
 
-class DecodingStage:
-    """A stage of a decoder, which computes the logits after each piece of a micro-batch.
+class LastRows(nn.Sequential):
+    """Layers that take the last row of each piece of a micro-batch: the norm, and the head.
 
-    `inner_stages`: what it has of the layers before the head, and of the head; either may have no
-    layers. `rows`: rows that a head is given at most which other stages go on with, since the
-    shapes of messages must follow from those of the inputs; 0 for one that this stage has as a
-    whole.
+    `rows`: rows that a head is given at most which other stages go on with, since the shapes of
+    messages must follow from those of the inputs; 0 for one that this stage has as a whole.
     """
 
-    def __init__(
-        self, inner_stages: list[nn.Stage], underway: Underway, begins_head: bool, rows: int
-    ) -> None:
-        self.inner_stages = inner_stages
+    def __init__(self, layers: Sequence[nn.Layer], underway: Underway, rows: int) -> None:
+        super().__init__(layers)
         self.underway = underway
-        self.begins_head = begins_head
         self.rows = rows
 
-    def forward(self, x: arrays.Array) -> tuple[arrays.Array, None]:
-        """Return hidden states, or what the head makes of the last one of each piece."""
-        *body, last = self.inner_stages
-        pieces = self.underway.parts[self.inner_stages[0].position.microbatch]
-        self.underway.pieces = pieces
-        for stage in body:
-            x, _ = stage.forward(x)
-        if self.begins_head:
-            ends = [*np.cumsum([len(piece.tokens) for piece in pieces]) - 1]
-            ends += [0] * (min(self.rows, x.shape[1]) - len(ends))
-            x = np.ascontiguousarray(x[:, ends])
-        return last.forward(x)[0], None
+    def forward(self, x: arrays.Array) -> tuple[arrays.Array, nn.Saved]:
+        pieces = self.underway.parts[self.stage.position.microbatch]
+        ends = [*np.cumsum([len(piece.tokens) for piece in pieces]) - 1]
+        ends += [0] * (min(self.rows, x.shape[1]) - len(ends))
+        return super().forward(np.ascontiguousarray(x[:, ends]))
 
 
 @contextmanager
@@ -300,7 +290,7 @@ def build_decoder(
 
     layers = model.build(attend)
     with group.raise_together("generate: the positions"):
-        longest = longest_text(layers)
+        longest = longest_text(model)
         if longest is not None and capacity > longest:
             raise ConfigError(
                 "the text would be longer than the model's learned positions",
@@ -310,25 +300,14 @@ def build_decoder(
                 remedy="generate fewer tokens, or give a shorter prompt",
             )
     with group.raise_together("generate: the stages"):
-        stages: list[Any] = []
-        every = []
         head = len(layers) - model.head_slices
-        for start, stop in plan.ranges_of(mesh.pipe.rank):
-            begins = start <= head < stop
-            if begins:
-                cuts = [start, head, stop]
-            else:
-                cuts = [start, stop]
-            inner = []
-            for low, high in pairwise(cuts):
-                inner.append(nn.Stage(layers[low:high], dtype=dtype, first=low))
-            every += inner
-            rows = 0
-            if stop < len(layers):
-                rows = batch
-            stages.append(DecodingStage(inner, underway, begins, rows))
+        rows = 0
+        if head < plan.layer_ranges[-1][0]:
+            rows = batch
+        layers[head] = LastRows([*layers[head].children.values()], underway, rows)
+        stages = plan.stages(mesh.pipe.rank, layers, dtype, 0)
     with group.raise_together("generate: the parameters"):
-        load_weights(every)
+        load_weights(stages)
     with Pipeline(stages, schedule, mesh.pipe, replicas=mesh.replicas) as pipeline:
         yield Decoder(pipeline, mesh, underway, batch)
 
@@ -348,17 +327,12 @@ def forward_plan(model: GPT, ranks: int, rows: int = 1) -> LayerPlan:
     return LayerPlan(schedule, schedules.partition(model.costs(), schedule.stages), rows)
 
 
-def longest_text(layers: Sequence[nn.Layer]) -> int | None:
+def longest_text(model: GPT) -> int | None:
     """Return the most tokens of a text with learned positions; None for other models.
 
     The last token is not read.
     """
-    counts = []
-    for top in layers:
-        for _, layer in top.walk(""):
-            if isinstance(layer, nn.LearnedPositions):
-                counts.append(layer.count + 1)
-    return min(counts, default=None)
+    return model.max_positions and model.max_positions + 1
 
 
 def check_decoding(
