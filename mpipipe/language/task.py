@@ -145,7 +145,7 @@ class TextTask(Task):
             self.packing = Packing(1)
         self.units = config.seq_len
         self.copies = config.sample_bytes > 0
-        self.folders = ("weights", fine_tuning.INSIDE)
+        self.folders = (weights.FOLDER, fine_tuning.INSIDE)
 
     @classmethod
     def of(
@@ -471,7 +471,7 @@ class TextTask(Task):
                 self.origin,
             )
         whole = without_adapters(stages, merged=True)
-        weights.save(weights.folder_of(out), self.model, whole, plan.schedule, mesh, self.origin)
+        weights.save(out / weights.FOLDER, self.model, whole, mesh, step, self.origin)
 
     def sample(self, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Shard) -> str:
         """Let the model continue validation text."""

@@ -1,11 +1,11 @@
 """The one place where a folder that holds a model is opened, by whatever program it was written.
 
     what is in the folder, or below it     kind
-    weights/model.json, or model.json      "weights": a training of mpipipe that ended
+    weights/step-.../                      "weights": a training of mpipipe that ended
     config.json                            "huggingface": a model of Hugging Face
     manifest.json, step-.../, checkpoints/ "checkpoint": the newest of a training of mpipipe
 
-The kinds are asked in the order of `KINDS`. Opening reads a description and no parameters: one rank
+The kinds are looked for in this order. Opening reads a description and no parameters: one rank
 opens for all.
 """
 
@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 
@@ -31,7 +30,7 @@ from mpipipe.language.data.tokenizer import NAME, Tokenizer, open_tokenizer
 from mpipipe.language.models import huggingface, weights
 from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface import writing
-from mpipipe.language.models.huggingface.folder import INDEX, PICKLES, SINGLE
+from mpipipe.language.models.huggingface.folder import INDEX, PICKLES, SINGLE, check_finite
 from mpipipe.language.models.huggingface.options import CONFIG, read_json
 from mpipipe.nn import announce_write, is_adapter
 from mpipipe.options import Values
@@ -39,6 +38,8 @@ from mpipipe.planning import declared
 from mpipipe.train import shared_path
 
 GENERATION = "generation_config.json"
+PREFIX = f"{checkpoint.PARAMETERS}/"  # of names in a checkpoint
+TRAIN_AGAIN = "train again, with a lower learning rate or clipped gradients"
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,14 @@ class ModelFolder(ABC):
 
     path : the folder that has the parameters, and the tokenizer
     dtype : of the parameters, and by default of what a loaded model computes: float32 or float64
-    inode : of the folder when it was opened, None if it is never replaced
+    inode : of the folder when it was opened
+    kind : what `convert` calls it
     """
 
     path: Path
     dtype: str
-    inode: int | None
-    kind: ClassVar[str]
+    inode: int
+    kind: str
 
     @classmethod
     @abstractmethod
@@ -124,7 +126,7 @@ class ModelFolder(ABC):
 
 @dataclass(frozen=True)
 class TrainingFolder(ModelFolder):
-    """What a training of this package wrote; `sizes` are those of the model."""
+    """Weights or a checkpoint of a training; `sizes` are those of the model."""
 
     sizes: Values
 
@@ -140,59 +142,30 @@ class TrainingFolder(ModelFolder):
             message = f"the sizes of the model are not those of a GPT: {error}"
             raise ConfigError(message, found=str(self.path)) from error
 
-
-@dataclass(frozen=True)
-class WeightsFolder(TrainingFolder):
-    """The weights that a training writes at its end."""
-
-    kind = "weights"
-
-    @classmethod
-    def find(cls, path: Path) -> Path | None:
-        return _standing((path, weights.folder_of(path)), weights.DESCRIPTION)
-
-    @classmethod
-    def open(cls, folder: Path) -> WeightsFolder:
-        inode = checkpoint.folder_identity(folder)
-        description = weights.describe(folder)
-        return cls(folder, description.dtype, inode, description.model)
-
-    def read(self, parameters: Mapping[str, Array]) -> None:
-        weights.read(self.path, parameters)
-
-
-@dataclass(frozen=True)
-class CheckpointFolder(TrainingFolder):
-    """A checkpoint of a training."""
-
-    kind = "checkpoint"
-
     @classmethod
     def find(cls, path: Path) -> Path | None:
         if files.exists(path / checkpoint.MANIFEST):
             return path
-        return checkpoint.newest(path)
+        return checkpoint.newest(checkpoint.standing_folder(path))
 
     @classmethod
-    def open(cls, folder: Path) -> CheckpointFolder:
+    def open(cls, folder: Path) -> TrainingFolder:
+        inode = checkpoint.folder_identity(folder)
         saved = checkpoint.read(folder)
         sizes = saved.state.get("model")
-        entries = {}
+        dtypes = {}
         for content in saved.files.values():
-            entries.update(content.arrays)
-        prefix = f"{checkpoint.PARAMETERS}/"
-        dtypes = []
-        for name, entry in entries.items():
-            if name.startswith(prefix):
-                dtypes.append(entry.dtype)
-        if not isinstance(sizes, dict) or not dtypes:
+            for name, entry in content.arrays.items():
+                dtypes[name] = checkpoint.NAMES[entry.dtype]
+        parameters = [name for name in dtypes if name.startswith(PREFIX)]
+        if not isinstance(sizes, dict) or not parameters:
             raise ConfigError(
                 "the checkpoint is not one of `mpipipe train`",
                 found=str(folder),
                 expected="the sizes of its model",
                 remedy="load it with mpipipe.checkpoint",
             )
-        if any(map(is_adapter, entries)):
+        if any(map(is_adapter, parameters)):
             raise ConfigError(
                 "the checkpoint has adapters apart from their matrices",
                 found=str(folder),
@@ -200,16 +173,21 @@ class CheckpointFolder(TrainingFolder):
                 remedy="let the training end: it leaves the model with its adapters merged; or go "
                 "on with --resume",
             )
-        return cls(folder, checkpoint.NAMES[dtypes[0]], None, sizes)
+        kind = "checkpoint"
+        if folder.parent.name == weights.FOLDER:
+            kind = weights.FOLDER
+        return cls(folder, dtypes[parameters[0]], inode, kind, sizes)
 
     def read(self, parameters: Mapping[str, Array]) -> None:
-        names = {}
+        saved = checkpoint.read(self.path)
         for name, array in parameters.items():
-            names[f"{checkpoint.PARAMETERS}/{name}"] = array
-        checkpoint.read_arrays(checkpoint.read(self.path), names)
-
-    def load(self, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
-        checkpoint.load(self.path, mesh, stages)  # compares the names of all ranks, too
+            values = np.empty(array.shape, self.dtype)
+            checkpoint.read_arrays(saved, {f"{PREFIX}{name}": values})
+            check_finite(values, f"parameter {name}", self.path, TRAIN_AGAIN)
+            if arrays.is_device(array):
+                arrays.upload(values.astype(array.dtype, copy=False), out=array)
+            else:
+                array[...] = values
 
 
 @dataclass(frozen=True)
@@ -217,12 +195,15 @@ class HuggingFaceFolder(ModelFolder):
     """A model with config.json and safetensors."""
 
     folder: huggingface.Folder
-    kind = "huggingface"
 
     @classmethod
     def find(cls, path: Path) -> Path | None:
         # Tensors without a config.json are such a folder, too, and an error when it is opened.
-        return _standing((path,), CONFIG, SINGLE, INDEX, *PICKLES)
+        place = checkpoint.standing_folder(path)
+        for name in (CONFIG, SINGLE, INDEX, *PICKLES):
+            if files.exists(place / name):
+                return place
+        return None
 
     @classmethod
     def open(cls, folder: Path) -> HuggingFaceFolder:
@@ -230,7 +211,8 @@ class HuggingFaceFolder(ModelFolder):
         opened = huggingface.open_folder(folder)
         stored = opened.config.get("dtype") or opened.config.get("torch_dtype")
         # float32 holds bfloat16 and float16 as they are
-        return cls(folder, "float64" if stored == "float64" else "float32", inode, opened)
+        dtype = "float64" if stored == "float64" else "float32"
+        return cls(folder, dtype, inode, "huggingface", opened)
 
     @property
     def model(self) -> GPT:
@@ -244,24 +226,16 @@ class HuggingFaceFolder(ModelFolder):
         huggingface.read(self.folder, parameters)
 
 
-def _standing(paths: Sequence[Path], *names: str) -> Path | None:
-    """Return the first of these folders that has a file of one of these names."""
-    for path in paths:
-        place = checkpoint.standing_folder(path)
-        for name in names:
-            if files.exists(place / name):
-                return place
-    return None
-
-
-KINDS: tuple[type[ModelFolder], ...] = (WeightsFolder, HuggingFaceFolder, CheckpointFolder)
-
-
 def open_model(path: str | Path) -> ModelFolder:
     """Open the model at `path`; one rank calls this. Raises ArgumentError."""
     path = Path(path)
-    for kind in KINDS:
-        folder = kind.find(path)
+    kinds: tuple[tuple[type[ModelFolder], Path], ...] = (
+        (TrainingFolder, path / weights.FOLDER),
+        (HuggingFaceFolder, path),
+        (TrainingFolder, path),
+    )
+    for kind, place in kinds:
+        folder = kind.find(place)
         if folder is not None:
             return kind.open(folder)
     raise ArgumentError(

@@ -14,7 +14,7 @@ from mpipipe.attention import KVCache, Layout, Local, Ring
 from mpipipe.errors import ArgumentError
 from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
-from mpipipe.language.models.model_folder import WeightsFolder
+from mpipipe.language.models.model_folder import TrainingFolder
 
 SIZES = dict(vocab=11, dim=16, layers=2, heads=4, hidden=24, seq_len=8)
 LLAMA3 = nn.Llama3Scaling(8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_positions=16)
@@ -287,6 +287,6 @@ def test_the_last_matrix_of_each_branch_starts_smaller_the_more_branches_there_a
 
 
 def test_the_length_of_older_descriptions_is_read_by_its_name_then():
-    folder = WeightsFolder(Path("older"), "float32", None, {"layers": 2, "seq": 24, "dim": 32})
+    folder = TrainingFolder(Path("older"), "float32", 0, "checkpoint", {"layers": 2, "seq": 24, "dim": 32})
     assert folder.model == GPT(layers=2, seq_len=24, dim=32)
     assert not hasattr(folder.model, "seq")  # which would be None, and a slice up to it the whole
