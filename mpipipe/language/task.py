@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property, partial
@@ -29,6 +30,7 @@ from mpipipe.language.inference.generation import (
 from mpipipe.language.models import fine_tuning, huggingface, weights
 from mpipipe.language.models.gpt import GPT, Architecture, check_layers
 from mpipipe.language.models.huggingface.adapter import save_adapter
+from mpipipe.language.models.model_folder import ModelFolder
 from mpipipe.language.packing import PackedAttend, Packing
 from mpipipe.language.token_units import find_data, open_data
 from mpipipe.nn import without_adapters, worth_tiles
@@ -126,7 +128,7 @@ class TextTask(Task):
         *,
         vocab: int = BYTES,
         tuning: fine_tuning.FineTuning | None = None,
-        base: fine_tuning.PretrainedModel | None = None,
+        base: ModelFolder | None = None,
         data: Source | None = None,
     ) -> None:
         self.config = config
@@ -156,15 +158,11 @@ class TextTask(Task):
         data: Source | None = None,
     ) -> TextTask:
         """Open the folders of the model to begin from and of adapters; collective."""
-        config, base = fine_tuning.find_pretrained(config, comm)
+        base = None
+        if config.from_ is not None:
+            config, base = fine_tuning.find_pretrained(config, comm)
         tuning = fine_tuning.find_tuning(config, comm)
-        return cls(
-            config,
-            architecture if base is None else base.architecture,
-            tuning=tuning,
-            base=base,
-            data=data,
-        )
+        return cls(config, architecture, tuning=tuning, base=base, data=data)
 
     # -- the model, on paper -----------------------------------------------------------------------
 
@@ -178,15 +176,14 @@ class TextTask(Task):
         """The sizes of the model; ConfigError where they cannot be, or the data have more ids."""
         config = self.config
         check_layers(config.layers)
-        names = ("dim", "layers", "heads", "kv_heads", "hidden", "tied", "dropout", "rope_base")
-        sizes = {name: getattr(config, name) for name in names}
-        if config.vocab is None:
-            vocab = self.vocab
+        sizes = {name: getattr(config, name) for name in ("seq_len", "dropout", *FROM_FOLDER)}
+        sizes["vocab"] = config.vocab or self.vocab
+        if sizes["vocab"] == BYTES:
+            del sizes["vocab"]
+        if self.base is None:
+            model = self.architecture(**sizes)
         else:
-            vocab = config.vocab
-        if vocab != BYTES:
-            sizes["vocab"] = vocab
-        model = self.architecture(seq_len=config.seq_len, **sizes)
+            model = replace(self.base.model, seq_len=config.seq_len, dropout=config.dropout)
         if config.head_slices is not None:
             model = replace(model, head_slices=config.head_slices)
         if model.vocab < self.vocab:
@@ -208,14 +205,10 @@ class TextTask(Task):
         attend = shard.attend(length, causal=True)
         if self.packing is not None:
             attend = PackedAttend(attend, self.packing)
-        if shard.comm.size == 1 or shard.cut:
-            positions = None
-        else:
+        positions = None
+        if shard.comm.size > 1 and not shard.cut:
             positions = shard.positions(length)
-        labels = {}
-        if self.head_slices > 1:
-            labels = {"labels": True}
-        return self.tuning.layers(self.model.build(attend, positions, **labels))
+        return self.tuning.layers(self.model.build(attend, positions, labels=True))
 
     def costs(self) -> Sequence[float]:
         return self.tuning.costs(self.model, self.trained())
@@ -254,14 +247,14 @@ class TextTask(Task):
     def sample_bytes(self, rows: int, dtype: str) -> tuple[int, int]:
         config = self.config
         length = -(-config.seq_len // config.seq)
-        hidden = rows * length * config.dim * arrays.dtype(dtype).itemsize
+        hidden = rows * length * self.model.dim * arrays.dtype(dtype).itemsize
         return 16 * config.seq_len, hidden  # ids are int64
 
     def check(self, plan: LayerPlan, mesh: Mesh) -> None:
         config = self.config
         self.tuning.check(self.model, self.origin)
         if self.base is not None:
-            self.base.folder.with_slices(self.head_slices)  # raises where it has others
+            self.base.with_slices(self.head_slices)  # raises where it has others
         if config.packing == "segments" and self.model.positions == "learned":
             raise ConfigError(
                 "documents cannot be packed for a model with learned positions, which begin with "
@@ -286,7 +279,7 @@ class TextTask(Task):
         reads = mesh.pipe.rank in (placement[0], placement[-1]) or self.everywhere
         folder = None
         if self.base is not None:
-            folder = self.base.folder.path
+            folder = self.base.path
         self.source, self.tokens = open_data(self.config, mesh.comm, listing, reads, folder)
         if self.packing is None or mesh.rank != 0 or self.source is None:
             return
@@ -398,7 +391,7 @@ class TextTask(Task):
 
     def load(self, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
         if self.base is not None:
-            folder = self.base.folder.with_slices(self.head_slices)  # `check` has refused others
+            folder = self.base.with_slices(self.head_slices)  # `check` has refused others
             folder.load(without_adapters(stages, merged=False), mesh)
         self.tuning.load(stages, self.model, self.origin, mesh)
 
@@ -409,9 +402,8 @@ class TextTask(Task):
 
     def resolve(self, keys: Values) -> Values:
         config = self.config
-        if config.from_ is None:
-            for key in FROM_FOLDER:
-                keys[key] = getattr(self.model, key)
+        for key in FROM_FOLDER:
+            keys[key] = getattr(self.model, key)
         for name in ("tokenizer", "from_"):
             if keys[name] is not None:
                 keys[name] = absolute(keys[name])
@@ -448,7 +440,7 @@ class TextTask(Task):
     def beginning(self) -> str:
         if self.base is None:
             return ""
-        return f"the model in {self.base.folder.path}"
+        return f"the model in {self.base.path}"
 
     def derived(self, loss: float | None, validation: float | None) -> Values:
         return self.tokens.bits(loss, validation)
@@ -480,17 +472,13 @@ class TextTask(Task):
         if count == 0:
             return ""
         first = plan.schedule.placement[0]
-        room = longest_text(self.model)
+        room = longest_text(self.model) or sys.maxsize
         prompt = None
         if mesh.pipe.rank == first and self.source is not None:
             text = self.source.validation
-            most = PROMPT_BYTES
-            if room is not None:
-                most = room // 2
-            prompt = text.read(0, min(PROMPT_BYTES, len(text), most)).tolist()
+            prompt = text.read(0, min(PROMPT_BYTES, len(text), room // 2)).tolist()
         prompt = group_of(mesh.pipe).broadcast("train: the prompt of the sample", prompt, first)
-        if room is not None:
-            count = min(count, room - len(prompt))
+        count = min(count, room - len(prompt))
         dtype = pipeline.stages[0].parameters.flat.dtype.name
         copy = partial(weights.copy, without_adapters(pipeline.stages, merged=True))
         forward = plan.schedule.forward_only_part(1)

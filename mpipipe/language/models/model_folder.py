@@ -50,12 +50,14 @@ class ModelFolder(ABC):
     dtype : of the parameters, and by default of what a loaded model computes: float32 or float64
     inode : of the folder when it was opened
     kind : what `convert` calls it
+    origin : what goes along when the model is written again
     """
 
     path: Path
     dtype: str
     inode: int
     kind: str
+    origin: huggingface.Origin
 
     @classmethod
     @abstractmethod
@@ -108,7 +110,7 @@ class ModelFolder(ABC):
         if path.exists():
             facts: Values = read_json(path, "copy the folder again, or leave that file out")
         else:
-            facts = huggingface.Origin.of(self.path).config
+            facts = self.origin.config
         ids = facts.get("eos_token_id")
         if isinstance(ids, list):
             several = ids
@@ -176,7 +178,7 @@ class TrainingFolder(ModelFolder):
         kind = "checkpoint"
         if folder.parent.name == weights.FOLDER:
             kind = weights.FOLDER
-        return cls(folder, dtypes[parameters[0]], inode, kind, sizes)
+        return cls(folder, dtypes[parameters[0]], inode, kind, huggingface.Origin.of(folder), sizes)
 
     def read(self, parameters: Mapping[str, Array]) -> None:
         saved = checkpoint.read(self.path)
@@ -212,7 +214,8 @@ class HuggingFaceFolder(ModelFolder):
         stored = opened.config.get("dtype") or opened.config.get("torch_dtype")
         # float32 holds bfloat16 and float16 as they are
         dtype = "float64" if stored == "float64" else "float32"
-        return cls(folder, dtype, inode, "huggingface", opened)
+        origin = huggingface.Origin(folder, opened.config)
+        return cls(folder, dtype, inode, "huggingface", origin, opened)
 
     @property
     def model(self) -> GPT:
@@ -272,7 +275,6 @@ def convert(
     folder = open_model(source)
     kind = dtype or folder.dtype
     model = folder.model
-    origin = huggingface.Origin.of(folder.path)
     if kind not in writing.FLOATS:
         raise ConfigError(
             "the dtype of a folder of Hugging Face",
@@ -286,9 +288,9 @@ def convert(
         groups,
         partial(read_group, folder, folder.dtype),
         dtype=kind,
-        origin=origin,
+        origin=folder.origin,
     )
-    what = f"{writing.config_of(model, kind, origin)[0].architecture} in {kind}"
+    what = f"{writing.config_of(model, kind, folder.origin)[0].architecture} in {kind}"
     return (
         f"converted {folder.path} ({folder.kind}) into {target}: {what}, {model.parameters:,} "
         "parameters"

@@ -287,6 +287,6 @@ def test_the_last_matrix_of_each_branch_starts_smaller_the_more_branches_there_a
 
 
 def test_the_length_of_older_descriptions_is_read_by_its_name_then():
-    folder = TrainingFolder(Path("older"), "float32", 0, "checkpoint", {"layers": 2, "seq": 24, "dim": 32})
+    folder = TrainingFolder(Path("older"), "float32", 0, "checkpoint", None, {"layers": 2, "seq": 24, "dim": 32})
     assert folder.model == GPT(layers=2, seq_len=24, dim=32)
     assert not hasattr(folder.model, "seq")  # which would be None, and a slice up to it the whole
