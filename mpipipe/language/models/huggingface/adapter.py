@@ -24,7 +24,7 @@ from mpipipe.language.models.huggingface.families import Family, expressed
 from mpipipe.language.models.huggingface.folder import Origin, opened
 from mpipipe.language.models.huggingface.names import Part, Tensor, parts_of
 from mpipipe.language.models.huggingface.options import Options, read_json
-from mpipipe.language.models.huggingface.reading import FLOATS, host_for, read_part
+from mpipipe.language.models.huggingface.reading import host_for, read_part
 from mpipipe.language.models.huggingface.writing import METADATA, converted, explained, write_json
 from mpipipe.nn import LORA_A, LORA_B
 from mpipipe.options import Values
@@ -175,19 +175,11 @@ def read_adapter(
                 "for the targets of its config",
                 remedy=REMEDY,
             )
-        for part, shape in parts.items():
-            stored = file.arrays.get(part.theirs)
-            if stored is None or stored.shape != shape or stored.kind.name not in FLOATS:
-                raise ArgumentError(
-                    f"the tensor {part.theirs} of an adapter does not fit the model",
-                    found=f"{stored or 'none'} in {file.path}",
-                    expected=f"{' or '.join(FLOATS)}, {list(shape)}",
-                    remedy=REMEDY,
-                )
+        for part in parts:
             if part.ours in parameters:
                 target = parameters[part.ours]
                 host = host_for(target)
-                read_part(file, part.theirs, part.tensor, [host], model)
+                read_part(file, part.theirs, part.tensor, [host], model, " of an adapter", REMEDY)
                 if host is not target:
                     arrays.upload(host, out=target)
 

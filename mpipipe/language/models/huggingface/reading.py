@@ -96,17 +96,23 @@ def host_for(target: Array) -> np.ndarray:
 
 
 def read_part(
-    file: TensorFile, name: str, tensor: Tensor, ours: Sequence[np.ndarray], model: GPT
+    file: TensorFile,
+    name: str,
+    tensor: Tensor,
+    ours: Sequence[np.ndarray],
+    model: GPT,
+    owner: str = "",
+    remedy: str = NOT_THESE,
 ) -> None:
     """Set the part of our host arrays that a tensor is."""
     entry = file.arrays.get(name)
     expected = shape_of(tensor, ours[0].shape, model)
     if entry is None or entry.kind.name not in FLOATS or entry.shape != expected:
         raise ArgumentError(
-            f"the tensor {name} does not fit the model",
+            f"the tensor {name}{owner} does not fit the model",
             found=f"{entry or 'none'} in {file.path}",
             expected=f"{' or '.join(FLOATS)}, {list(expected)}",
-            remedy=NOT_THESE,
+            remedy=remedy,
         )
     views = [view(tensor, array, model) for array in ours]
     # Of a tensor that slices of the head share, only some rows.
