@@ -19,7 +19,7 @@ import math
 import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
@@ -71,27 +71,36 @@ class FileIntegers(Sequence[int]):
 
 
 @dataclass(frozen=True)
-class Documents:
-    """The documents of a file: the first token of each, and the bytes of text before it.
+class TokenFacts:
+    """The content of the .json next to a file of tokens.
 
-    `path` says so; the bytes are None where they are not known.
-
-    `nbytes` are those of all.
+    `tokenizer` and `index` are hashes, `end` is the end-of-text token.
     """
 
-    path: Path
-    starts: Sequence[int]
-    before: Sequence[int] | None = None
-    nbytes: int = 0
+    vocab: int
+    end: int | None
+    tokens: int
+    documents: int
+    nbytes: int
+    tokenizer: str
+    index: str
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """The tokens of one file: `ids` from 0 to below `vocab`, and its documents."""
+    """The tokens of one file: `ids` from 0 to below `vocab`, and its documents.
+
+    The file `index` has the `first` token of each document, and the bytes of text `before` it, of
+    `nbytes` in all; None where these are not known. `facts` is what `mpipipe tokenize` says.
+    """
 
     ids: FileIntegers
-    vocab: int
-    documents: Documents
+    index: Path
+    first: Sequence[int]
+    before: Sequence[int] | None = None
+    nbytes: int = 0
+    facts: TokenFacts | None = None
+    vocab: int = 0
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -106,13 +115,13 @@ class TokenFile:
 
     def starts(self, start: int, stop: int) -> np.ndarray:
         """As `Tokens.starts`; raises DataError where the index is damaged."""
-        rows = self.documents.starts
-        starts = np.array(rows[bisect_left(rows, start) : bisect_left(rows, stop)], np.int64)
+        number = bisect_left(self.first, start)
+        starts = np.array(self.first[number : bisect_left(self.first, stop)], np.int64)
         edges = np.concatenate([[start], starts, [stop - 1]])
         if starts.size and (np.diff(edges) < 0).any():
             raise DataError(
                 "the index of documents is damaged",
-                found=f"starts {starts.tolist()[:5]} in {self.documents.path}",
+                found=f"starts {starts.tolist()[:5]} in {self.index}",
                 expected=f"rising numbers from {start} to {stop - 1}",
                 remedy=REMEDY,
             )
@@ -123,22 +132,20 @@ class TokenFile:
 
         Within a document all tokens count as equally long.
         """
-        starts = self.documents.starts
-        before = self.documents.before
-        if before is None:
+        if self.before is None:
             return None
         # The last of several documents that begin here.
-        number = bisect_right(starts, position) - 1
+        number = bisect_right(self.first, position) - 1
         if number < 0:
             return 0
         stop = len(self)
-        after = self.documents.nbytes
-        if number + 1 < len(starts):
-            stop = starts[number + 1]
-            after = before[number + 1]
-        length = max(1, stop - starts[number])
-        share = (after - before[number]) * (position - starts[number]) // length
-        return before[number] + share
+        after = self.nbytes
+        if number + 1 < len(self.first):
+            stop = self.first[number + 1]
+            after = self.before[number + 1]
+        start = self.first[number]
+        before = self.before[number]
+        return before + (after - before) * (position - start) // max(1, stop - start)
 
 
 class TokenPart(NamedTuple):
@@ -180,7 +187,7 @@ class FileTokens(Tokens):
             pieces.append(part.file.read(first, last - first))
         if len(pieces) == 1:
             return pieces[0]
-        return np.concatenate([np.zeros(0, np.int64), *pieces]).astype(np.int64)
+        return np.concatenate([np.zeros(0, np.int64), *pieces])
 
     def starts(self, start: int, stop: int) -> np.ndarray:
         rows = [np.zeros(0, np.int64)]
@@ -213,22 +220,6 @@ DOCUMENTS = ".documents"
 MOST_FACTS = 1 << 20  # bytes of the first
 
 
-@dataclass(frozen=True)
-class TokenFacts:
-    """The content of the .json next to a file of tokens.
-
-    `tokenizer` and `index` are hashes, `end` is the end-of-text token.
-    """
-
-    vocab: int
-    end: int | None
-    tokens: int
-    documents: int
-    nbytes: int
-    tokenizer: str
-    index: str
-
-
 def beside(path: Path, end: str) -> Path:
     """The path of a file next to a file of tokens."""
     return path.with_name(path.name + end)
@@ -251,20 +242,11 @@ def is_token_file(path: Path) -> bool:
         return False
 
 
-class OpenedTokens(NamedTuple):
-    """A file of tokens with all its `paths`, and what `mpipipe tokenize` says of it."""
-
-    ids: FileIntegers
-    documents: Documents
-    facts: TokenFacts | None
-    paths: tuple[Path, ...]
-
-
-def open_tokens(path: Path) -> OpenedTokens:
-    """Open what `is_token_file` accepts; raise DataError if it is damaged or foreign."""
+def open_tokens(path: Path) -> TokenFile:
+    """Open what `is_token_file` accepts, without `vocab`; DataError if damaged or foreign."""
     pair = megatron_pair(path)
     if pair is not None:
-        return OpenedTokens(*_open_megatron(pair), None, pair)
+        return _open_megatron(*pair)
     place = beside(path, FACTS)
     rows = beside(path, DOCUMENTS)
     with files.reading(
@@ -289,9 +271,9 @@ def open_tokens(path: Path) -> OpenedTokens:
         content.update(block.data)
     if content.hexdigest() != facts.index:
         raise _damaged(rows, f"checksum {content.hexdigest()}", facts.index)
-    starts = FileIntegers(rows, index.dtype, facts.documents, index.offset)
-    before = FileIntegers(rows, index.dtype, facts.documents, index.offset + 8 * facts.documents)
-    return OpenedTokens(ids, Documents(rows, starts, before, facts.nbytes), facts, (path, rows))
+    first = replace(index, length=facts.documents)
+    before = replace(first, offset=first.offset + 8 * facts.documents)
+    return TokenFile(ids, rows, first, before, facts.nbytes, facts)
 
 
 def largest_id(ids: FileIntegers) -> int:
@@ -380,8 +362,7 @@ def megatron_pair(path: Path) -> tuple[Path, Path] | None:
     return None
 
 
-def _open_megatron(pair: tuple[Path, Path]) -> tuple[FileIntegers, Documents]:
-    tokens, index = pair
+def _open_megatron(tokens: Path, index: Path) -> TokenFile:
     size = size_of(index)
     head = read_bytes(index, 0, min(size, MEGATRON_HEADER.size))
     if len(head) < MEGATRON_HEADER.size or not head.startswith(MEGATRON_MAGIC):
@@ -411,8 +392,8 @@ def _open_megatron(pair: tuple[Path, Path]) -> tuple[FileIntegers, Documents]:
             expected=f"{total * itemsize} for {total} tokens, as in {index}",
             remedy=REMEDY,
         )
-    starts = MegatronStarts(first_sequence, byte_of, itemsize, total)
-    return FileIntegers(tokens, dtype, total), Documents(index, starts)
+    first = MegatronStarts(first_sequence, byte_of, itemsize, total)
+    return TokenFile(FileIntegers(tokens, dtype, total), index, first)
 
 
 def _checked_total(lengths: FileIntegers, byte_of: FileIntegers, itemsize: int) -> int:
