@@ -267,9 +267,8 @@ class Parser(argparse.ArgumentParser):
 
     def near(self, name: str) -> list[str]:
         """Return the flags that the user may have meant with `name`."""
-        options = [option for action in self._actions for option in action.option_strings]
         known = []
-        for option in options:
+        for option in self._option_string_actions:
             if option.startswith("--"):
                 known.append(option.removeprefix("--"))
         return [f"--{option}" for option in near(name.lstrip("-"), known)]

@@ -48,31 +48,25 @@ def _of_schedule(
     weight_grad: Annotated[str, Option("time of W, likewise")] = "1",
     transfer: Annotated[str, Option("time of a message into a stage, likewise")] = "0",
 ) -> None:
-    def simulated() -> Timeline:
+    with refusing("draw"):
+        files.check_new("the picture", out)
+        tracing.check_can_draw(out)
         costs = costs_of(forward, input_grad, weight_grad, transfer)
         sizes = without_none(ranks=ranks, microbatches=microbatches, chunks=chunks, slices=slices)
         if is_path(schedule):
             refuse("a file, whose order says it", sizes)
-            return schedules.simulate(from_file(schedule), costs)
-        if ranks is None or microbatches is None:
+            made = from_file(schedule)
+        elif ranks is None or microbatches is None:
             raise ConfigError(
                 "a schedule has no sizes of its own",
                 found=f"--schedule {schedule}",
                 expected="--ranks and --microbatches, or --schedule FILE.csv",
             )
-        sizes.setdefault("chunks", 1)
-        return schedules.simulate(schedules.by_name(schedule, **sizes, costs=costs), costs)
-
-    _drawn(out, lambda: draw(simulated(), out))
+        else:
+            sizes.setdefault("chunks", 1)
+            made = schedules.by_name(schedule, **sizes, costs=costs)
+        draw(schedules.simulate(made, costs), out)
+    show(f"mpipipe: drawn into {out}\n")
 
 
 timeline.parameters = memory.parameters = parameters_of(_of_schedule)[1:]  # type: ignore[attr-defined]
-
-
-def _drawn(out: str, work: Callable[[], object]) -> None:
-    """Do the work in one process, and say where the picture is."""
-    with refusing("draw"):
-        files.check_new("the picture", out)
-        tracing.check_can_draw(out)
-        work()
-    show(f"mpipipe: drawn into {out}\n")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -24,7 +24,7 @@ from mpipipe.attention import KVCache, Local
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.even_split import even_split
-from mpipipe.job import RankGroup, group_of, raise_on_all
+from mpipipe.job import group_of
 from mpipipe.language.data.windows import generator
 from mpipipe.language.models.gpt import GPT, check_layers
 from mpipipe.pipeline import Pipeline
@@ -34,23 +34,16 @@ from mpipipe.planning import LayerPlan, attentions, check_memory, parameters_of
 LEAST = 4
 
 
-class Drawn(NamedTuple):
-    """One token of an answer; `ended` is "stop" or "count" for the last one, else None."""
-
-    prompt: int
-    token: int
-    ended: str | None
-
-
 @dataclass
-class _Sequence:
-    """A prompt with its answer so far."""
+class Answer:
+    """The answer to a prompt so far; `ended` is "stop" or "count" once it is whole."""
 
-    prompt: int
-    place: int  # number in the batch
-    tokens: list[int]
-    prompt_length: int
+    number: int
+    place: int  # in the batch
+    prompt: Sequence[int]
+    tokens: list[int] = field(default_factory=list)
     fed: int = 0  # tokens that the caches have, or are about to get
+    ended: str = ""
 
 
 class Piece(NamedTuple):
@@ -87,67 +80,58 @@ def check_prompts(prompts: Sequence[Sequence[int]], count: int, vocab: int) -> N
 
 def answers(
     decoder: Decoder, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling
-) -> Iterator[Drawn]:
-    """Yield the tokens of the answers to all prompts as they are drawn; collective.
+) -> Iterator[Answer]:
+    """Yield the answers to all prompts in their order, each as soon as it is whole; collective.
 
     One rank draws for all: ranks whose logits differ in a last bit still write the same text.
     `check_prompts` has accepted the prompts, and an answer has `count` tokens at most. Raises
     NonFiniteError, on every rank.
     """
-    group = group_of(decoder.mesh.comm)
-    sequences = []
-    for number, prompt in enumerate(prompts):
-        sequences.append(_Sequence(number, number % decoder.batch, [*prompt], len(prompt)))
-    for first in range(0, len(sequences), decoder.batch):
-        unfinished = sequences[first : first + decoder.batch]
+    for first in range(0, len(prompts), decoder.batch):
+        batch = []
+        for place, prompt in enumerate(prompts[first : first + decoder.batch]):
+            batch.append(Answer(first + place, place, prompt))
+        unfinished = [*batch]
         while unfinished:
             logits = decoder.forward(_next_parts(unfinished, decoder.microbatches))
-            tokens = _draw_all(decoder, group, unfinished, logits, sampling)
-            for sequence, token in zip([*unfinished], tokens):
-                sequence.tokens.append(token)
-                ended = None
+            tokens = _draw_all(decoder, unfinished, logits, sampling)
+            for answer, token in zip([*unfinished], tokens):
+                answer.tokens.append(token)
                 if token in sampling.stop:
-                    ended = "stop"
-                elif len(sequence.tokens) - sequence.prompt_length == count:
-                    ended = "count"
-                if ended is not None:
-                    unfinished.remove(sequence)
-                yield Drawn(sequence.prompt, token, ended)
+                    answer.ended = "stop"
+                elif len(answer.tokens) == count:
+                    answer.ended = "count"
+                if answer.ended:
+                    unfinished.remove(answer)
+            while batch and batch[0].ended:
+                yield batch.pop(0)
 
 
-def _next_parts(sequences: Sequence[_Sequence], microbatches: int) -> list[list[Piece]]:
+def _next_parts(unfinished: Sequence[Answer], microbatches: int) -> list[list[Piece]]:
     """Return the micro-batches of the next forward: the tokens that caches do not have."""
     parts: list[list[Piece]] = []
-    for places in even_split(len(sequences), min(microbatches, -(-len(sequences) // LEAST))):
+    for places in even_split(len(unfinished), min(microbatches, -(-len(unfinished) // LEAST))):
         parts.append([])
-        for sequence in sequences[places.start : places.stop]:
-            parts[-1].append(Piece(sequence.place, sequence.fed, sequence.tokens[sequence.fed :]))
-            sequence.fed = len(sequence.tokens)
+        for answer in unfinished[places.start : places.stop]:
+            tokens = [*answer.prompt, *answer.tokens]
+            parts[-1].append(Piece(answer.place, answer.fed, tokens[answer.fed :]))
+            answer.fed = len(tokens)
     return parts
 
 
 def _draw_all(
-    decoder: Decoder,
-    group: RankGroup,
-    sequences: Sequence[_Sequence],
-    logits: Sequence[np.ndarray],
-    sampling: Sampling,
+    decoder: Decoder, unfinished: Sequence[Answer], logits: Sequence[np.ndarray], sampling: Sampling
 ) -> list[int]:
-    """Return the next token of each sequence, on every rank; collective."""
+    """Return the next token of each answer, on every rank; collective."""
     tokens: list[int] = []
-    error: NonFiniteError | None = None
-    if decoder.mesh.rank == decoder.drawing:
-        try:
-            for sequence, row in zip(sequences, logits):
-                number = len(sequence.tokens) - sequence.prompt_length
-                uniform = generator(sampling.seed, "sample", number, sequence.prompt)
+    group = group_of(decoder.mesh.comm)
+    with group.raise_together("generate: the next tokens"):
+        if decoder.mesh.rank == decoder.drawing:
+            for answer, row in zip(unfinished, logits):
+                place = len(answer.tokens)
+                uniform = generator(sampling.seed, "sample", place, answer.number)
                 tokens.append(draw(row, sampling, uniform))
-        except NonFiniteError as caught:
-            error = caught
-    tokens, error = group.broadcast("generate: the next tokens", (tokens, error), decoder.drawing)
-    if error is not None:
-        raise_on_all(decoder.drawing, error, group)
-    return tokens
+    return group.broadcast("generate: the next tokens", tokens, decoder.drawing)
 
 
 # -- A pipeline that continues sequences of tokens: layers with caches of keys and values
@@ -418,7 +402,8 @@ def continued(
     with group_of(decoder.mesh.comm).raise_together("generate: the prompt"):
         sampling = Sampling(temperature=temperature, seed=seed)
         check_prompts([prompt], count, vocab)
-    return [drawn.token for drawn in answers(decoder, [prompt], count, sampling)]
+    (answer,) = answers(decoder, [prompt], count, sampling)
+    return answer.tokens
 
 
 def shown(text: str) -> str:
