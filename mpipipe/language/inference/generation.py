@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -137,25 +137,31 @@ def _draw_all(
 # -- A pipeline that continues sequences of tokens: layers with caches of keys and values
 
 
-LoadWeights = Callable[[Sequence[nn.Stage]], None]
+LoadWeights: TypeAlias = Callable[[Sequence[nn.Stage]], None]
 
 
+# The pieces of each micro-batch of a forward: the decoder sets them, caches read them.
+Underway: TypeAlias = list[Sequence[Piece]]
+
+
+@dataclass(frozen=True)
 class Decoder:
-    """A pipeline of stages with caches, for as many sequences at once as `batch`.
+    """A pipeline of stages with caches, for as many sequences at once as `batch`."""
 
-    `first`: whether this rank takes the tokens; `drawing`: the rank of the mesh that has the
-    logits, and draws for all.
-    """
+    pipeline: Pipeline
+    mesh: Mesh
+    underway: Underway
+    batch: int
 
-    def __init__(self, pipeline: Pipeline, mesh: Mesh, underway: Underway, batch: int) -> None:
-        placement = pipeline.schedule.placement
-        self.pipeline = pipeline
-        self.mesh = mesh
-        self.batch = batch
-        self.microbatches = pipeline.schedule.microbatches
-        self.first = mesh.pipe.rank == placement[0]
-        self.drawing = mesh.rank_of(placement[-1], 0, 0)
-        self._underway = underway
+    @property
+    def microbatches(self) -> int:
+        """Most micro-batches of a forward."""
+        return self.pipeline.schedule.microbatches
+
+    @property
+    def drawing(self) -> int:
+        """The rank of the mesh that has the logits, and draws for all."""
+        return self.mesh.rank_of(self.pipeline.schedule.placement[-1], 0, 0)
 
     def forward(self, parts: Sequence[Sequence[Piece]]) -> list[np.ndarray]:
         """Run a forward of one to `microbatches` micro-batches, the same on every rank; collective.
@@ -163,9 +169,9 @@ class Decoder:
         Returns the logits (vocab,) after each piece, on the ranks of the last stage; none
         elsewhere.
         """
-        self._underway.parts = parts
+        self.underway[:] = parts
         inputs = None
-        if self.first:
+        if self.mesh.pipe.rank == self.pipeline.schedule.placement[0]:
             inputs = []
             for pieces in parts:
                 tokens: list[int] = []
@@ -177,12 +183,6 @@ class Decoder:
         for output, pieces in zip(outputs or (), parts):
             logits += [*output[0, : len(pieces)]]
         return logits
-
-
-class Underway:
-    """The pieces of each micro-batch of a forward: the decoder sets them, caches read them."""
-
-    parts: Sequence[Sequence[Piece]] = ()
 
 
 class SequenceCaches(nn.Attend):
@@ -197,7 +197,7 @@ class SequenceCaches(nn.Attend):
         self.pieces: Sequence[Piece] = ()  # of the micro-batch under way
 
     def begin(self, position: nn.Position) -> None:
-        self.pieces = self.underway.parts[position.microbatch]
+        self.pieces = self.underway[position.microbatch]
 
     def positions(self, rows: int) -> np.ndarray:
         positions: list[int] = []
@@ -235,7 +235,7 @@ class LastRows(nn.Sequential):
         self.rows = rows
 
     def forward(self, x: arrays.Array) -> tuple[arrays.Array, nn.Saved]:
-        pieces = self.underway.parts[self.stage.position.microbatch]
+        pieces = self.underway[self.stage.position.microbatch]
         ends = [*np.cumsum([len(piece.tokens) for piece in pieces]) - 1]
         ends += [0] * (min(self.rows, x.shape[1]) - len(ends))
         return super().forward(np.ascontiguousarray(x[:, ends]))
@@ -267,7 +267,7 @@ def build_decoder(
     schedule = replace(plan.schedule.forward_only_part(plan.schedule.microbatches), skips=())
     with group.raise_together("generate: the memory of a decoder"):
         check_decoding(model, plan, mesh.pipe.rank, dtype, (batch, capacity))
-    underway = Underway()
+    underway: Underway = []
 
     def attend(window: int | None = None) -> SequenceCaches:
         return SequenceCaches(underway, capacity, min(window or model.seq_len, model.seq_len))

@@ -12,6 +12,7 @@ opens for all.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +33,7 @@ from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface import writing
 from mpipipe.language.models.huggingface.folder import INDEX, PICKLES, SINGLE, check_finite
 from mpipipe.language.models.huggingface.options import CONFIG, read_json
+from mpipipe.language.models.huggingface.reading import copy_to
 from mpipipe.nn import announce_write, is_adapter
 from mpipipe.options import Values
 from mpipipe.planning import declared
@@ -186,10 +188,7 @@ class TrainingFolder(ModelFolder):
             values = np.empty(array.shape, self.dtype)
             checkpoint.read_arrays(saved, {f"{PREFIX}{name}": values})
             check_finite(values, f"parameter {name}", self.path, TRAIN_AGAIN)
-            if arrays.is_device(array):
-                arrays.upload(values.astype(array.dtype, copy=False), out=array)
-            else:
-                array[...] = values
+            copy_to([array], values.astype(array.dtype, copy=False))
 
 
 @dataclass(frozen=True)
@@ -310,22 +309,17 @@ def read_group(
 
 def groups_of(model: GPT, most: int, itemsize: int) -> list[dict[str, Shape]]:
     """Return names and shapes of parameters in groups of layers of at most `most` bytes."""
-    layers: list[dict[str, Shape]] = []
-    sizes = []
-    tops = model.build(Local())
-    first_of_head = len(tops) - model.head_slices
-    for place, top in enumerate(tops):
+    shapes: dict[int, dict[str, Shape]] = {}
+    sizes: Counter[int] = Counter()
+    for name, entry in declared(model.build(Local())).items():
         # The slices of a head are one tensor, and one group.
-        if place <= first_of_head:
-            layers.append({})
-            sizes.append(0)
-        for name, entry in declared([top], place).items():
-            layers[-1][name] = entry.shape
-            sizes[-1] += entry.size * itemsize
+        layer = min(int(name.partition(".")[0]), 2 * model.layers + 1)
+        shapes.setdefault(layer, {})[name] = entry.shape
+        sizes[layer] += entry.size * itemsize
     groups = []
-    for several in consecutive_bins(zip(layers, sizes), most):
-        group = {}
-        for shapes in several:
-            group.update(shapes)
+    for layers in consecutive_bins(sizes.items(), most):
+        group: dict[str, Shape] = {}
+        for layer in layers:
+            group.update(shapes[layer])
         groups.append(group)
     return groups

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpipipe import arrays, nn
+from mpipipe import nn
 from mpipipe.arrays import Array, Shape
 from mpipipe.attention import Local
 from mpipipe.checkpoint import replacing, write_tensors
@@ -24,7 +24,7 @@ from mpipipe.language.models.huggingface.families import Family, expressed
 from mpipipe.language.models.huggingface.folder import Origin, opened
 from mpipipe.language.models.huggingface.names import Part, Tensor, parts_of
 from mpipipe.language.models.huggingface.options import Options, read_json
-from mpipipe.language.models.huggingface.reading import host_for, read_part
+from mpipipe.language.models.huggingface.reading import copy_to, host_for, read_part
 from mpipipe.language.models.huggingface.writing import METADATA, converted, explained, write_json
 from mpipipe.nn import LORA_A, LORA_B
 from mpipipe.options import Values
@@ -179,9 +179,8 @@ def read_adapter(
             if part.ours in parameters:
                 target = parameters[part.ours]
                 host = host_for(target)
-                read_part(file, part.theirs, part.tensor, [host], model, " of an adapter", REMEDY)
-                if host is not target:
-                    arrays.upload(host, out=target)
+                read_part(file, part.theirs, part.tensor, host, model, " of an adapter", REMEDY)
+                copy_to([target], host)
 
 
 def save_adapter(
