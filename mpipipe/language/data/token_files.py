@@ -50,9 +50,6 @@ class FileIntegers(Sequence[int]):
         return self.length
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            start, stop, _ = index.indices(self.length)
-            return self.read(start, stop - start).tolist()
         if not 0 <= index < self.length:
             raise IndexError(f"entry {index} of {self.length}")
         return int(self.read(index, 1)[0])
@@ -115,8 +112,8 @@ class TokenFile:
 
     def starts(self, start: int, stop: int) -> np.ndarray:
         """As `Tokens.starts`; raises DataError where the index is damaged."""
-        number = bisect_left(self.first, start)
-        starts = np.array(self.first[number : bisect_left(self.first, stop)], np.int64)
+        numbers = range(bisect_left(self.first, start), bisect_left(self.first, stop))
+        starts = np.array([self.first[number] for number in numbers], np.int64)
         edges = np.concatenate([[start], starts, [stop - 1]])
         if starts.size and (np.diff(edges) < 0).any():
             raise DataError(
@@ -341,10 +338,6 @@ class MegatronStarts(Sequence[int]):
         return max(0, len(self.first_sequence) - 1)  # the last entry is the end
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        if not 0 <= index < len(self):
-            raise IndexError(f"document {index} of {len(self)}")
         sequence = self.first_sequence[index]
         if sequence == len(self.byte_of):
             return self.tokens
@@ -364,11 +357,11 @@ def megatron_pair(path: Path) -> tuple[Path, Path] | None:
 
 def _open_megatron(tokens: Path, index: Path) -> TokenFile:
     size = size_of(index)
-    head = read_bytes(index, 0, min(size, MEGATRON_HEADER.size))
-    if len(head) < MEGATRON_HEADER.size or not head.startswith(MEGATRON_MAGIC):
+    content = read_bytes(index, 0, size)
+    if size < MEGATRON_HEADER.size or not content.startswith(MEGATRON_MAGIC):
         expected = f"an index that begins {MEGATRON_MAGIC!r}"
-        raise _bad_index(index, f"{size} bytes that begin with {head[:9]!r}", expected)
-    _, version, code, sequences, entries = MEGATRON_HEADER.unpack(head)
+        raise _bad_index(index, f"{size} bytes that begin with {content[:9]!r}", expected)
+    _, version, code, sequences, entries = MEGATRON_HEADER.unpack_from(content)
     if version != 1 or code not in MEGATRON_DTYPES:
         raise _bad_index(
             index, f"version {version}, dtype {code}", "version 1, and a dtype of integers"
@@ -378,13 +371,32 @@ def _open_megatron(tokens: Path, index: Path) -> TokenFile:
         expected = f"{needed} for {sequences} sequences and {entries} entries of documents"
         raise _bad_index(index, f"{size} bytes", expected)
     dtype = MEGATRON_DTYPES[code]
-    offset = MEGATRON_HEADER.size
-    lengths = FileIntegers(index, "<i4", sequences, offset)
-    byte_of = FileIntegers(index, "<i8", sequences, offset + 4 * sequences)
-    first_sequence = FileIntegers(index, "<i8", entries, offset + 12 * sequences)
     itemsize = np.dtype(dtype).itemsize
-    total = _checked_total(lengths, byte_of, itemsize)
-    _check_documents(first_sequence, sequences)
+    offset = MEGATRON_HEADER.size
+    lengths = np.frombuffer(content, "<i4", sequences, offset).astype(np.int64)
+    places = np.frombuffer(content, "<i8", sequences, offset + 4 * sequences)
+    documents = np.frombuffer(content, "<i8", entries, offset + 12 * sequences)
+    following = (np.cumsum(lengths) - lengths) * itemsize
+    wrong = np.flatnonzero((places != following) | (lengths < 0))
+    if wrong.size:
+        entry = wrong[0]
+        raise _bad_index(
+            index,
+            f"sequence {entry} of {lengths[entry]} tokens at byte {places[entry]}",
+            f"at byte {following[entry]}, after the one before it",
+        )
+    if (
+        documents[:1].any()
+        or (np.diff(documents) < 0).any()
+        or documents.max(initial=0) > sequences
+    ):
+        problem = "entries of documents out of order"
+        raise _bad_index(index, problem, f"numbers from 0 to {sequences}")
+    last = max(documents[-1:], default=0)
+    if last != sequences:
+        problem = f"a last entry of documents of {last}"
+        raise _bad_index(index, problem, f"{sequences}, all sequences")
+    total = int(lengths.sum())
     if size_of(tokens) != total * itemsize:
         raise DataError(
             "the tokens do not fit their index",
@@ -392,45 +404,10 @@ def _open_megatron(tokens: Path, index: Path) -> TokenFile:
             expected=f"{total * itemsize} for {total} tokens, as in {index}",
             remedy=REMEDY,
         )
-    first = MegatronStarts(first_sequence, byte_of, itemsize, total)
-    return TokenFile(FileIntegers(tokens, dtype, total), index, first)
-
-
-def _checked_total(lengths: FileIntegers, byte_of: FileIntegers, itemsize: int) -> int:
-    """Return the number of tokens; raise DataError unless sequences follow each other."""
-    total = 0
-    for start, block in lengths.blocks():
-        sizes = block.astype(np.int64)
-        places = byte_of.read(start, len(block))
-        ends = total + np.cumsum(sizes)
-        expected = (ends - sizes) * itemsize
-        wrong = np.flatnonzero((places != expected) | (sizes < 0))
-        if wrong.size:
-            entry = int(wrong[0])
-            raise _bad_index(
-                lengths.path,
-                f"sequence {start + entry} of {sizes[entry]} tokens at byte {places[entry]}",
-                f"at byte {expected[entry]}, after the one before it",
-            )
-        total = int(ends[-1])
-    return total
-
-
-def _check_documents(first_sequence: FileIntegers, sequences: int) -> None:
-    """Raise DataError unless the entries of documents rise from 0 to the number of sequences."""
-    last = 0
-    for start, numbers in first_sequence.blocks():
-        steps = np.diff(numbers, prepend=last)
-        if (steps < 0).any() or numbers.max() > sequences or (start == 0 and numbers[0] != 0):
-            raise _bad_index(
-                first_sequence.path,
-                "entries of documents out of order",
-                f"numbers from 0 to {sequences}",
-            )
-        last = int(numbers[-1])
-    if last != sequences:
-        raise _bad_index(
-            first_sequence.path,
-            f"a last entry of documents of {last}",
-            f"{sequences}, all sequences",
-        )
+    starts = MegatronStarts(
+        FileIntegers(index, "<i8", entries, offset + 12 * sequences),
+        FileIntegers(index, "<i8", sequences, offset + 4 * sequences),
+        itemsize,
+        total,
+    )
+    return TokenFile(FileIntegers(tokens, dtype, total), index, starts)

@@ -137,11 +137,7 @@ class TrainingFolder(ModelFolder):
     @property
     def model(self) -> GPT:
         try:
-            sizes = dict(self.sizes)
-            # What older trainings call the length of sequences.
-            if "seq" in sizes:
-                sizes["seq_len"] = sizes.pop("seq")
-            return GPT(**sizes)
+            return GPT(**self.sizes)
         except (TypeError, ArgumentError) as error:
             message = f"the sizes of the model are not those of a GPT: {error}"
             raise ConfigError(message, found=str(self.path)) from error

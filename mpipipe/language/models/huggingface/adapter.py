@@ -22,7 +22,7 @@ from mpipipe.job import group_of
 from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface.families import Family, expressed
 from mpipipe.language.models.huggingface.folder import Origin, opened
-from mpipipe.language.models.huggingface.names import Part, Tensor, parts_of
+from mpipipe.language.models.huggingface.names import Tensor, parts_of
 from mpipipe.language.models.huggingface.options import Options, read_json
 from mpipipe.language.models.huggingface.reading import copy_to, host_for, read_part
 from mpipipe.language.models.huggingface.writing import METADATA, converted, explained, write_json
@@ -127,28 +127,28 @@ def config_of(lora: nn.LoRA, family: Family, base: str | None) -> Values:
     }
 
 
-def adapter_parts(lora: nn.LoRA, family: Family, model: GPT) -> dict[Part, Shape]:
+def adapter_parts(lora: nn.LoRA, family: Family, model: GPT) -> dict[Tensor, Shape]:
     """Return PEFT's tensors of an adapter of this model, each with its shape.
 
     Raises ConfigError for a target that the family does not have.
     """
     parameters = declared(lora.apply(model.build(Local())))
     missing = set(lora.targets)
-    shapes: dict[Part, Shape] = {}
-    for theirs, matrix, tensor in parts_of(family.table, model):
-        module, _, kind = theirs.rpartition(".")
+    shapes: dict[Tensor, Shape] = {}
+    for tensor in parts_of(family.table, model):
+        module, _, kind = tensor.theirs.rpartition(".")
         target = module.rpartition(".")[2]
         if kind != "weight" or target not in lora.targets:
             continue
         missing.discard(target)
-        layer = matrix.rpartition(".")[0]
+        layer = tensor.ours.rpartition(".")[0]
         # Rows of B are rows of the matrix, and turned as these are.
         for name, form in ((LORA_A, "plain"), (LORA_B, tensor.form)):
             stored = f"{PREFIX}{module}.{name}.weight"
             ours = f"{layer}.{target}.{name}"
             if form != "turned":
                 form = "plain"
-            part = Part(stored, ours, Tensor(stored, tensor.place, name, form=form))
+            part = Tensor(stored, tensor.place, ours, form=form)
             shapes[part] = parameters[ours].shape
     if missing:
         raise ConfigError(
@@ -179,7 +179,7 @@ def read_adapter(
             if part.ours in parameters:
                 target = parameters[part.ours]
                 host = host_for(target)
-                read_part(file, part.theirs, part.tensor, host, model, " of an adapter", REMEDY)
+                read_part(file, part.theirs, part, host, model, " of an adapter", REMEDY)
                 copy_to([target], host)
 
 

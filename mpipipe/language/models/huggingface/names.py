@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import NamedTuple
 
 import numpy as np
 
@@ -48,14 +47,6 @@ class Tensor:
     when: str = ""
     first: int = 0
     total: int = 0
-
-
-class Part(NamedTuple):
-    """One of their tensors, and what it is of a parameter of a model."""
-
-    theirs: str
-    ours: str
-    tensor: Tensor
 
 
 _BLOCK = "model.layers.{i}"
@@ -107,9 +98,10 @@ GPT2 = (
 )
 
 
-def parts_of(table: tuple[Tensor, ...], model: GPT) -> Iterator[Part]:
+def parts_of(table: tuple[Tensor, ...], model: GPT) -> Iterator[Tensor]:
     """Yield each of the tensors that a folder of this model has, in the order of its layers.
 
+    Their names, and ours, are those in the folder and in the model.
     A head that is the embedding is not stored.
     """
     for in_block, tensors in groupby(table, key=lambda tensor: "{i}" in tensor.theirs):
@@ -123,15 +115,15 @@ def parts_of(table: tuple[Tensor, ...], model: GPT) -> Iterator[Part]:
                 yield from _parts(tensor, model, block)
 
 
-def _parts(tensor: Tensor, model: GPT, block: int) -> Iterator[Part]:
+def _parts(tensor: Tensor, model: GPT, block: int) -> Iterator[Tensor]:
     """Yield the parts of a tensor: one, or those of the slices of the head."""
     theirs = tensor.theirs.replace("{i}", str(block))
     names = names_of(tensor.place, tensor.ours, block, model)
     if len(names) == 1:
-        yield Part(theirs, names[0], tensor)
+        yield replace(tensor, theirs=theirs, ours=names[0])
         return
     for ours, rows in zip(names, even_split(model.vocab, len(names))):
-        yield Part(theirs, ours, replace(tensor, first=rows.start, total=model.vocab))
+        yield replace(tensor, theirs=theirs, ours=ours, first=rows.start, total=model.vocab)
 
 
 def names_of(place: int, ours: str, block: int, model: GPT) -> list[str]:

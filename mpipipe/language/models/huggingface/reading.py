@@ -19,14 +19,7 @@ from mpipipe.language.models.huggingface.folder import (
     check_finite,
     opened,
 )
-from mpipipe.language.models.huggingface.names import (
-    Part,
-    Tensor,
-    parts_of,
-    shape_of,
-    tied_to,
-    view,
-)
+from mpipipe.language.models.huggingface.names import Tensor, parts_of, shape_of, tied_to, view
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 
@@ -52,7 +45,7 @@ def read(folder: Folder, parameters: Mapping[str, Array]) -> int:
     names: dict[str, list[str]] = {}
     for name in parameters:
         names.setdefault(tied_to(name, folder.model), []).append(name)
-    parts: dict[str, list[Part]] = {}  # parts in each file
+    parts: dict[str, list[Tensor]] = {}  # parts in each file
     left: Counter[str] = Counter()  # tensors of each parameter that have not been read
     for part in parts_of(folder.family.table, folder.model):
         if part.ours in names:
@@ -75,7 +68,7 @@ def read(folder: Folder, parameters: Mapping[str, Array]) -> int:
                 if part.ours not in hosts:
                     hosts[part.ours] = host_for(targets[0])
                 stored = folder.places[part.theirs][1]
-                read_part(file, stored, part.tensor, hosts[part.ours], folder.model)
+                read_part(file, stored, part, hosts[part.ours], folder.model)
                 left[part.ours] -= 1
                 if not left[part.ours]:
                     copy_to(targets, hosts.pop(part.ours))

@@ -40,8 +40,8 @@ def gradients_in_their_names(found, stage):
     for part in parts_of(found.family.table, found.model):
         yield (
             part.theirs,
-            np.ascontiguousarray(view(part.tensor, ours[part.ours], found.model)).reshape(
-                shape_of(part.tensor, ours[part.ours].shape, found.model)
+            np.ascontiguousarray(view(part, ours[part.ours], found.model)).reshape(
+                shape_of(part, ours[part.ours].shape, found.model)
             ),
         )
 
