@@ -385,11 +385,7 @@ def _open_megatron(tokens: Path, index: Path) -> TokenFile:
             f"sequence {entry} of {lengths[entry]} tokens at byte {places[entry]}",
             f"at byte {following[entry]}, after the one before it",
         )
-    if (
-        documents[:1].any()
-        or (np.diff(documents) < 0).any()
-        or documents.max(initial=0) > sequences
-    ):
+    if documents[:1].any() or (documents[1:] < documents[:-1]).any():
         problem = "entries of documents out of order"
         raise _bad_index(index, problem, f"numbers from 0 to {sequences}")
     last = max(documents[-1:], default=0)
