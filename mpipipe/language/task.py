@@ -142,9 +142,7 @@ class TextTask(Task):
         self.freeze = self.tuning.freeze
         self.everywhere = config.packing == "segments"
         self.layout = config.layout
-        self.packing = None
-        if self.everywhere:
-            self.packing = Packing(1)
+        self.packing = Packing(1)  # where `everywhere`
         self.units = config.seq_len
         self.copies = config.sample_bytes > 0
         self.folders = (weights.FOLDER, fine_tuning.INSIDE)
@@ -203,7 +201,7 @@ class TextTask(Task):
     def layers(self, shard: Shard) -> list[nn.Layer]:
         length = self.config.seq_len
         attend = shard.attend(length, causal=True)
-        if self.packing is not None:
+        if self.everywhere:
             attend = PackedAttend(attend, self.packing)
         positions = None
         if shard.comm.size > 1 and not shard.cut:
@@ -255,7 +253,7 @@ class TextTask(Task):
         self.tuning.check(self.model, self.origin)
         if self.base is not None:
             self.base.with_slices(self.head_slices)  # raises where it has others
-        if config.packing == "segments" and self.model.positions == "learned":
+        if self.everywhere and self.model.positions == "learned":
             raise ConfigError(
                 "documents cannot be packed for a model with learned positions, which begin with "
                 "the sequence",
@@ -273,15 +271,14 @@ class TextTask(Task):
     def open_data(self, plan: LayerPlan, mesh: Mesh) -> None:
         placement = plan.schedule.placement
         listing = self.listing
-        if self.packing is not None:
-            self.packing.microbatches = plan.schedule.microbatches
+        self.packing.microbatches = plan.schedule.microbatches
         assert listing is not None
         reads = mesh.pipe.rank in (placement[0], placement[-1]) or self.everywhere
         folder = None
         if self.base is not None:
             folder = self.base.path
         self.source, self.tokens = open_data(self.config, mesh.comm, listing, reads, folder)
-        if self.packing is None or mesh.rank != 0 or self.source is None:
+        if not self.everywhere or mesh.rank != 0 or self.source is None:
             return
         if self.source.train.starts(0, 1) is None:
             warn(
@@ -293,7 +290,7 @@ class TextTask(Task):
         """Draw token ids at random. Documents, where they count, are as long as sequences."""
         shape = (2, rows, self.config.seq_len)
         inputs, targets = np.random.default_rng(0).integers(0, self.vocab, size=shape)
-        if self.packing is not None:
+        if self.everywhere:
             self.packing.microbatches = microbatches
             if shard.comm.size == 1:
                 length = self._length(shard)
@@ -340,12 +337,11 @@ class TextTask(Task):
     def _windows(self, text: Tokens, starts: list[int], shard: Shard) -> Any:
         inputs, targets = read_windows(text, starts, self.config.seq_len)
         pair = self._labelled(shard.part(inputs), shard.part(targets))
-        if self.packing is None:
+        if not self.everywhere:
             return pair
         return *pair, segments(text, starts, self.config.seq_len)
 
     def begin(self, more: Any) -> None:
-        assert self.packing is not None
         self.packing.begin(more)
 
     @property

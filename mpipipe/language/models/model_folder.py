@@ -11,7 +11,6 @@ opens for all.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,7 +44,7 @@ TRAIN_AGAIN = "train again, with a lower learning rate or clipped gradients"
 
 
 @dataclass(frozen=True)
-class ModelFolder(ABC):
+class ModelFolder:
     """A model on a disk: plain data, which can be sent to other ranks.
 
     path : the folder that has the parameters, and the tokenizer
@@ -53,6 +52,7 @@ class ModelFolder(ABC):
     inode : of the folder when it was opened
     kind : what `convert` calls it
     origin : what goes along when the model is written again
+    folder : with the tensors of a model of Hugging Face; None for what a training has left
     """
 
     path: Path
@@ -60,25 +60,20 @@ class ModelFolder(ABC):
     inode: int
     kind: str
     origin: huggingface.Origin
+    model: GPT
+    folder: huggingface.Folder | None = None
 
-    @classmethod
-    @abstractmethod
-    def find(cls, path: Path) -> Path | None:
-        """Return the folder of this kind at `path` or below it, or None, without reading."""
-
-    @classmethod
-    @abstractmethod
-    def open(cls, folder: Path) -> ModelFolder:
-        """Read the description in a folder that `find` has found. Raises ArgumentError."""
-
-    @property
-    @abstractmethod
-    def model(self) -> GPT:
-        """The description of the model; ConfigError for sizes that no GPT has."""
-
-    @abstractmethod
     def read(self, parameters: Mapping[str, Array]) -> None:
         """Set arrays by their names in the model."""
+        if self.folder is not None:
+            huggingface.read(self.folder, parameters)
+            return
+        saved = checkpoint.read(self.path)
+        for name, array in parameters.items():
+            values = np.empty(array.shape, self.dtype)
+            checkpoint.read_arrays(saved, {f"{PREFIX}{name}": values})
+            check_finite(values, f"parameter {name}", self.path, TRAIN_AGAIN)
+            copy_to([array], values.astype(array.dtype, copy=False))
 
     def load(self, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
         """Set the parameters of this rank's stages, and read no others; collective."""
@@ -94,6 +89,9 @@ class ModelFolder(ABC):
 
     def with_slices(self, count: int) -> ModelFolder:
         """Return the folder of the model with its head in `count` slices, or raise ConfigError."""
+        if self.folder is not None:
+            model = replace(self.model, head_slices=count)
+            return replace(self, model=model, folder=replace(self.folder, model=model))
         slices = self.model.head_slices
         if slices != count:
             raise ConfigError(
@@ -128,114 +126,72 @@ class ModelFolder(ABC):
         return None
 
 
-@dataclass(frozen=True)
-class TrainingFolder(ModelFolder):
-    """Weights or a checkpoint of a training; `sizes` are those of the model."""
-
-    sizes: Values
-
-    @property
-    def model(self) -> GPT:
-        try:
-            return GPT(**self.sizes)
-        except (TypeError, ArgumentError) as error:
-            message = f"the sizes of the model are not those of a GPT: {error}"
-            raise ConfigError(message, found=str(self.path)) from error
-
-    @classmethod
-    def find(cls, path: Path) -> Path | None:
-        if files.exists(path / checkpoint.MANIFEST):
-            return path
-        return checkpoint.newest(checkpoint.standing_folder(path))
-
-    @classmethod
-    def open(cls, folder: Path) -> TrainingFolder:
-        inode = checkpoint.folder_identity(folder)
-        saved = checkpoint.read(folder)
-        sizes = saved.state.get("model")
-        dtypes = {}
-        for content in saved.files.values():
-            for name, entry in content.arrays.items():
-                dtypes[name] = checkpoint.NAMES[entry.dtype]
-        parameters = [name for name in dtypes if name.startswith(PREFIX)]
-        if not isinstance(sizes, dict) or not parameters:
-            raise ConfigError(
-                "the checkpoint is not one of `mpipipe train`",
-                found=str(folder),
-                expected="the sizes of its model",
-                remedy="load it with mpipipe.checkpoint",
-            )
-        if any(map(is_adapter, parameters)):
-            raise ConfigError(
-                "the checkpoint has adapters apart from their matrices",
-                found=str(folder),
-                expected="a plain model",
-                remedy="let the training end: it leaves the model with its adapters merged; or go "
-                "on with --resume",
-            )
-        kind = "checkpoint"
-        if folder.parent.name == weights.FOLDER:
-            kind = weights.FOLDER
-        return cls(folder, dtypes[parameters[0]], inode, kind, huggingface.Origin.of(folder), sizes)
-
-    def read(self, parameters: Mapping[str, Array]) -> None:
-        saved = checkpoint.read(self.path)
-        for name, array in parameters.items():
-            values = np.empty(array.shape, self.dtype)
-            checkpoint.read_arrays(saved, {f"{PREFIX}{name}": values})
-            check_finite(values, f"parameter {name}", self.path, TRAIN_AGAIN)
-            copy_to([array], values.astype(array.dtype, copy=False))
-
-
-@dataclass(frozen=True)
-class HuggingFaceFolder(ModelFolder):
-    """A model with config.json and safetensors."""
-
-    folder: huggingface.Folder
-
-    @classmethod
-    def find(cls, path: Path) -> Path | None:
-        # Tensors without a config.json are such a folder, too, and an error when it is opened.
-        place = checkpoint.standing_folder(path)
-        for name in (CONFIG, SINGLE, INDEX, *PICKLES):
-            if files.exists(place / name):
-                return place
+def _open_training(path: Path) -> ModelFolder | None:
+    """Open the checkpoint at `path`, or the newest one below it; None if there is none."""
+    folder: Path | None = path
+    if not files.exists(path / checkpoint.MANIFEST):
+        folder = checkpoint.newest(checkpoint.standing_folder(path))
+    if folder is None:
         return None
+    inode = checkpoint.folder_identity(folder)
+    saved = checkpoint.read(folder)
+    sizes = saved.state.get("model")
+    dtypes = {}
+    for content in saved.files.values():
+        for name, entry in content.arrays.items():
+            dtypes[name] = checkpoint.NAMES[entry.dtype]
+    parameters = [name for name in dtypes if name.startswith(PREFIX)]
+    if not isinstance(sizes, dict) or not parameters:
+        raise ConfigError(
+            "the checkpoint is not one of `mpipipe train`",
+            found=str(folder),
+            expected="the sizes of its model",
+            remedy="load it with mpipipe.checkpoint",
+        )
+    if any(map(is_adapter, parameters)):
+        raise ConfigError(
+            "the checkpoint has adapters apart from their matrices",
+            found=str(folder),
+            expected="a plain model",
+            remedy="let the training end: it leaves the model with its adapters merged; or go "
+            "on with --resume",
+        )
+    try:
+        model = GPT(**sizes)
+    except (TypeError, ArgumentError) as error:
+        message = f"the sizes of the model are not those of a GPT: {error}"
+        raise ConfigError(message, found=str(folder)) from error
+    kind = "checkpoint"
+    if folder.parent.name == weights.FOLDER:
+        kind = weights.FOLDER
+    origin = huggingface.Origin.of(folder)
+    return ModelFolder(folder, dtypes[parameters[0]], inode, kind, origin, model)
 
-    @classmethod
-    def open(cls, folder: Path) -> HuggingFaceFolder:
-        inode = checkpoint.folder_identity(folder)
-        opened = huggingface.open_folder(folder)
-        stored = opened.config.get("dtype") or opened.config.get("torch_dtype")
-        # float32 holds bfloat16 and float16 as they are
-        dtype = "float64" if stored == "float64" else "float32"
-        origin = huggingface.Origin(folder, opened.config)
-        return cls(folder, dtype, inode, "huggingface", origin, opened)
 
-    @property
-    def model(self) -> GPT:
-        return self.folder.model
-
-    def with_slices(self, count: int) -> ModelFolder:
-        model = replace(self.model, head_slices=count)
-        return replace(self, folder=replace(self.folder, model=model))
-
-    def read(self, parameters: Mapping[str, Array]) -> None:
-        huggingface.read(self.folder, parameters)
+def _open_huggingface(path: Path) -> ModelFolder | None:
+    """Open the folder with config.json and safetensors at `path`; None if there is none."""
+    path = checkpoint.standing_folder(path)
+    # Tensors without a config.json are such a folder, too, and an error when it is opened.
+    names = (CONFIG, SINGLE, INDEX, *PICKLES)
+    if not any(files.exists(path / name) for name in names):
+        return None
+    inode = checkpoint.folder_identity(path)
+    opened = huggingface.open_folder(path)
+    # float32 holds bfloat16 and float16 as they are
+    dtype = "float32"
+    if (opened.config.get("dtype") or opened.config.get("torch_dtype")) == "float64":
+        dtype = "float64"
+    origin = huggingface.Origin(path, opened.config)
+    return ModelFolder(path, dtype, inode, "huggingface", origin, opened.model, opened)
 
 
 def open_model(path: str | Path) -> ModelFolder:
     """Open the model at `path`; one rank calls this. Raises ArgumentError."""
     path = Path(path)
-    kinds: tuple[tuple[type[ModelFolder], Path], ...] = (
-        (TrainingFolder, path / weights.FOLDER),
-        (HuggingFaceFolder, path),
-        (TrainingFolder, path),
-    )
-    for kind, place in kinds:
-        folder = kind.find(place)
-        if folder is not None:
-            return kind.open(folder)
+    folder = _open_training(path / weights.FOLDER) or _open_huggingface(path)
+    folder = folder or _open_training(path)
+    if folder is not None:
+        return folder
     raise ArgumentError(
         "no model is here",
         found=f"{path}, {'a folder without one' if files.is_folder(path) else 'no folder'}",

@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import TypeAlias
 
@@ -109,10 +108,10 @@ def save(
             if len(groups) == 1:
                 name = "model.safetensors"
             tensors = outgoing(family, model, read(group), arrays.dtype(dtype))
-            write_tensors(unnamed / name, tensors, metadata=METADATA)
-            for theirs, tensor in tensors.items():
+            written = write_tensors(unnamed / name, tensors, metadata=METADATA)
+            for theirs, entry in written.arrays.items():
                 places[theirs] = name
-                total += prod(tensor.shape) * tensor.dtype.itemsize
+                total += entry.nbytes
         origin.copy(unnamed)
         if len(groups) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": places}
