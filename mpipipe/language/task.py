@@ -22,9 +22,10 @@ from mpipipe.language.config import FROM_FOLDER, TrainConfig
 from mpipipe.language.data import DataListing, Source, Tokens
 from mpipipe.language.data.windows import read_windows, segments, training_starts, validation_starts
 from mpipipe.language.inference.generation import (
+    Sampling,
+    answers,
     build_decoder,
     check_decoding,
-    continued,
     longest_text,
 )
 from mpipipe.language.models import fine_tuning, huggingface, weights
@@ -306,33 +307,14 @@ class TextTask(Task):
         return inputs, targets
 
     def batch(self, step: int, rows: range, shard: Shard) -> Pair:
-        config = self.config
-        source = self.source
-        assert source is not None
-        starts = training_starts(
-            len(source.train),
-            seed=config.seed,
-            step=step,
-            batch=config.batch,
-            rows=slice(rows.start, rows.stop),
-            seq_len=config.seq_len,
-            order=config.order,
-        )
-        return self._windows(source.train, starts, shard)
+        assert self.source is not None
+        text = self.source.train
+        return self._windows(text, training_starts(self.config, len(text), step, rows), shard)
 
     def validation(self, index: int, rows: range, shard: Shard) -> Pair:
-        config = self.config
-        source = self.source
-        assert source is not None
-        starts = validation_starts(
-            len(source.validation),
-            index=index,
-            batches=config.eval_batches,
-            batch=config.batch,
-            rows=slice(rows.start, rows.stop),
-            seq_len=config.seq_len,
-        )
-        return self._windows(source.validation, starts, shard)
+        assert self.source is not None
+        text = self.source.validation
+        return self._windows(text, validation_starts(self.config, len(text), index, rows), shard)
 
     def _windows(self, text: Tokens, starts: list[int], shard: Shard) -> Any:
         inputs, targets = read_windows(text, starts, self.config.seq_len)
@@ -484,8 +466,6 @@ class TextTask(Task):
             orders.append(tuple(action for action in order if action.microbatch == 0))
         alone = replace(plan, schedule=replace(forward, orders=orders, slices=1))
         with build_decoder(self.model, alone, mesh, dtype, len(prompt) + count, copy) as decoding:
-            answer = continued(
-                decoding, prompt, count, self.vocab, temperature=TEMPERATURE, seed=config.seed
-            )
+            (answer,) = answers(decoding, [prompt], count, Sampling(TEMPERATURE, config.seed))
         title = f"--- sample (prompt: {len(prompt)} {self.unit} of validation text):"
-        return "\n".join([title, folded(self.tokens.text(prompt + answer)), "---"])
+        return "\n".join([title, folded(self.tokens.text(prompt + answer.tokens)), "---"])

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from support.token_files import random_documents, write_tokens
 from support.tolerance import close, largest
 from support.training_tolerance import curve, path
+from support.windows import training_starts
 
 from mpipipe import nn
 from mpipipe.attention import Local
 from mpipipe.errors import ConfigError, DataError, MismatchError
 from mpipipe.language import data
-from mpipipe.language.data.windows import segments, shuffled, training_starts
+from mpipipe.language.data.windows import segments, shuffled
 from mpipipe.language.models import GPT
 from mpipipe.language.models.model_folder import open_model
 from mpipipe.language.packing import PackedAttend, Packing

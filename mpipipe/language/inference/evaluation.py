@@ -162,7 +162,6 @@ def build_evaluator(
                 expected=f"at most {model.seq_len}, the length of its sequences",
             )
         plan = forward_plan(model, mesh.pipe.size, rows or max(1, TOKENS // length))
-    with group.raise_together("evaluate: the shards of windows"):
         shard = Shard(mesh.seq, "zigzag")
         attend = shard.attend(length, causal=True)
         positions = None

@@ -265,15 +265,13 @@ def build_decoder(
     group = group_of(mesh.comm)
     # There are no labels.
     schedule = replace(plan.schedule.forward_only_part(plan.schedule.microbatches), skips=())
-    with group.raise_together("generate: the memory of a decoder"):
-        check_decoding(model, plan, mesh.pipe.rank, dtype, (batch, capacity))
     underway: Underway = []
 
     def attend(window: int | None = None) -> SequenceCaches:
         return SequenceCaches(underway, capacity, min(window or model.seq_len, model.seq_len))
 
-    layers = model.build(attend)
-    with group.raise_together("generate: the positions"):
+    with group.raise_together("generate: the decoder"):
+        check_decoding(model, plan, mesh.pipe.rank, dtype, (batch, capacity))
         longest = longest_text(model)
         if longest is not None and capacity > longest:
             raise ConfigError(
@@ -283,7 +281,7 @@ def build_decoder(
                 "the end",
                 remedy="generate fewer tokens, or give a shorter prompt",
             )
-    with group.raise_together("generate: the stages"):
+        layers = model.build(attend)
         head = len(layers) - model.head_slices
         rows = 0
         if head < plan.layer_ranges[-1][0]:
@@ -386,24 +384,7 @@ def draw(logits: np.ndarray, sampling: Sampling, uniform: np.random.Generator) -
     return int(np.searchsorted(cumulative, uniform.random() * cumulative[-1], side="right"))
 
 
-# -- Text from a model, and how text of unknown content is shown -----------------------------------
-
-
-def continued(
-    decoder: Decoder,
-    prompt: Sequence[int],
-    count: int,
-    vocab: int,
-    *,
-    temperature: float,
-    seed: int,
-) -> list[int]:
-    """Return `count` ids that continue a prompt, the same on every rank; collective."""
-    with group_of(decoder.mesh.comm).raise_together("generate: the prompt"):
-        sampling = Sampling(temperature=temperature, seed=seed)
-        check_prompts([prompt], count, vocab)
-    (answer,) = answers(decoder, [prompt], count, sampling)
-    return answer.tokens
+# -- How text of unknown content is shown ----------------------------------------------------------
 
 
 def shown(text: str) -> str:
