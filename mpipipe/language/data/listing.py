@@ -55,7 +55,7 @@ class DataListing:
     the standard library. `token_files` is empty for files of text.
     """
 
-    entries: tuple[tuple[str, int], ...]
+    entries: tuple[tuple[Path, int], ...]
     fingerprint: str
     vocab: int = BYTES
     unit: str = "bytes"
@@ -121,22 +121,18 @@ def find(paths: Sequence[str | Path], vocab: int | None = None) -> DataListing:
     if places:
         for path in places:
             listed += find_files(path)
-        names = [str(path) for path, _ in listed]
-    else:
-        folder = library_folder()
-        listed = []
-        for path, size in _walk(folder):
-            if path.suffix == ".py" and size:
-                listed.append((path, size))
-        names = [os.path.relpath(path, folder) for path, _ in listed]
-        if not listed:
-            raise DataError(
-                "the standard library's source is not installed here",
-                found=str(folder),
-                remedy=REMEDY,
-            )
-    entries = tuple((name, size) for name, (_, size) in zip(names, listed))
-    return DataListing(entries, fingerprint(listed), default=not places)
+        return DataListing(tuple(listed), fingerprint(listed))
+    folder = library_folder()
+    entries = []
+    for path, size in _walk(folder):
+        if path.suffix == ".py" and size:
+            listed.append((path, size))
+            entries.append((path.relative_to(folder), size))
+    if not listed:
+        raise DataError(
+            "the standard library's source is not installed here", found=str(folder), remedy=REMEDY
+        )
+    return DataListing(tuple(entries), fingerprint(listed), default=True)
 
 
 def _list_tokens(paths: Sequence[Path], vocab: int | None) -> DataListing:
@@ -163,9 +159,8 @@ def _list_tokens(paths: Sequence[Path], vocab: int | None) -> DataListing:
         for path in (file.ids.path, file.index):
             sizes.append((path, size_of(path)))
         token_files.append(replace(file, vocab=vocab))
-    entries = tuple((str(path), size) for path, size in sizes)
     content = fingerprint(sizes)
-    return DataListing(entries, content, vocab, "tokens", tokenizer, tuple(token_files))
+    return DataListing(tuple(sizes), content, vocab, "tokens", tokenizer, tuple(token_files))
 
 
 def _check_tokenizers(known: Sequence[tuple[Path, TokenFacts]], vocab: int | None) -> None:

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpipipe import nn
-from mpipipe.arrays import Array, Shape
-from mpipipe.attention import Local
+from mpipipe.arrays import Array
 from mpipipe.checkpoint import replacing, write_tensors
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError
@@ -28,7 +27,6 @@ from mpipipe.language.models.huggingface.reading import copy_to, host_for, read_
 from mpipipe.language.models.huggingface.writing import METADATA, converted, explained, write_json
 from mpipipe.nn import LORA_A, LORA_B
 from mpipipe.options import Values
-from mpipipe.planning import declared
 from mpipipe.text import counted
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -127,14 +125,13 @@ def config_of(lora: nn.LoRA, family: Family, base: str | None) -> Values:
     }
 
 
-def adapter_parts(lora: nn.LoRA, family: Family, model: GPT) -> dict[Tensor, Shape]:
-    """Return PEFT's tensors of an adapter of this model, each with its shape.
+def adapter_parts(lora: nn.LoRA, family: Family, model: GPT) -> list[Tensor]:
+    """Return PEFT's tensors of an adapter of this model.
 
     Raises ConfigError for a target that the family does not have.
     """
-    parameters = declared(lora.apply(model.build(Local())))
     missing = set(lora.targets)
-    shapes: dict[Tensor, Shape] = {}
+    parts = []
     for tensor in parts_of(family.table, model):
         module, _, kind = tensor.theirs.rpartition(".")
         target = module.rpartition(".")[2]
@@ -148,8 +145,7 @@ def adapter_parts(lora: nn.LoRA, family: Family, model: GPT) -> dict[Tensor, Sha
             ours = f"{layer}.{target}.{name}"
             if form != "turned":
                 form = "plain"
-            part = Tensor(stored, tensor.place, ours, form=form)
-            shapes[part] = parameters[ours].shape
+            parts.append(Tensor(stored, tensor.place, ours, form=form))
     if missing:
         raise ConfigError(
             f"{family.architecture} has no module {sorted(missing)[0]}",
@@ -157,7 +153,7 @@ def adapter_parts(lora: nn.LoRA, family: Family, model: GPT) -> dict[Tensor, Sha
             expected="names of its projections",
             remedy=REMEDY,
         )
-    return shapes
+    return parts
 
 
 def read_adapter(
@@ -201,11 +197,11 @@ def save_adapter(
     with group.raise_together("saving an adapter: its parts"):
         family, _ = expressed(model, origin.family)
         parts = adapter_parts(lora, family, model)
-        for part, shape in parts.items():
+        for part in parts:
             if part.ours in parameters:
                 array = parameters[part.ours]
                 values = converted(part, array, array.dtype, model)
-                tensors[part.theirs] = values.reshape(shape)
+                tensors[part.theirs] = values.reshape(array.shape)
     everyone = group_of(mesh.pipe).gather("saving an adapter: its tensors", tensors)
     with replacing(target, group, explained) as unnamed:
         with group.raise_together("saving an adapter: its files"), explained(target):
