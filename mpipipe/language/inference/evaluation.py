@@ -22,7 +22,7 @@ from mpipipe.attention import kernels
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError, DataError, NonFiniteError
 from mpipipe.job import group_of
-from mpipipe.language.data import Tokens, check_tokenizer, find, glance
+from mpipipe.language.data import DataListing, Tokens, check_tokenizer, find, glance
 from mpipipe.language.data.windows import read_windows
 from mpipipe.language.inference.generation import forward_plan
 from mpipipe.language.models.model_folder import ModelFolder
@@ -167,7 +167,6 @@ def build_evaluator(
         positions = None
         if mesh.seq.size > 1:
             positions = shard.positions(length)
-    with group.raise_together("evaluate: the stages"):
         kernels.check_choice(device)
         layers = model.build(attend, positions, labels=True)
         labels = model.head_slices > 1
@@ -191,14 +190,14 @@ def open_tokens(folder: ModelFolder, paths: Sequence[str], mesh: Mesh) -> tuple[
     They are read by position. Text is for models of bytes alone.
     """
     group = group_of(mesh.comm)
-    with group.raise_together("evaluate: the data"):
+
+    def listed() -> DataListing:
         if not paths:
             raise ConfigError("there is nothing to evaluate on", expected="files with --data")
-    listing = group.from_one(
-        "evaluate: the list of data",
-        lambda: find([Path(path).absolute() for path in paths], folder.model.vocab),
-    )
-    with group.raise_together("evaluate: the tokenizer"):
+        return find([Path(path).absolute() for path in paths], folder.model.vocab)
+
+    listing = group.from_one("evaluate: the list of data", listed)
+    with group.raise_together("evaluate: opening the data"):
         if folder.tokenizer() is not None:
             check_tokenizer(listing, folder.path)
         elif listing.unit == "bytes" and folder.model.vocab != 256:
@@ -207,7 +206,6 @@ def open_tokens(folder: ModelFolder, paths: Sequence[str], mesh: Mesh) -> tuple[
                 found=f"text in {listing.files[0][0]}, {folder.model.vocab} token ids in the model",
                 expected="files of tokens",
             )
-    with group.raise_together("evaluate: opening the data"):
         tokens = listing.whole()
         seen = glance(listing.files)
     group.agree(

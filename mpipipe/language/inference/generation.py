@@ -61,10 +61,9 @@ def check_prompts(prompts: Sequence[Sequence[int]], count: int, vocab: int) -> N
     if count < 1:
         raise ArgumentError("number of tokens to generate", found=count, expected="at least 1")
     for number, prompt in enumerate(prompts):
+        name = f"prompt {number}"
         if len(prompts) == 1:
             name = "the prompt"
-        else:
-            name = f"prompt {number}"
         if not prompt:
             raise ArgumentError(
                 f"{name} is empty", expected="at least one token, which the answer then continues"
@@ -300,9 +299,8 @@ IN_FLIGHT = 4
 
 def forward_plan(model: GPT, ranks: int, rows: int = 1) -> LayerPlan:
     """Return the cut of a model for forwards of `rows` rows; raise ConfigError."""
-    if ranks == 1:
-        microbatches = 1
-    else:
+    microbatches = 1
+    if ranks > 1:
         microbatches = IN_FLIGHT * ranks
     check_layers(model.layers)
     schedule = schedules.forward_only(ranks, 1, microbatches)

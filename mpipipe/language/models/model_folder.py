@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -112,12 +111,10 @@ class ModelFolder:
         else:
             facts = self.origin.config
         ids = facts.get("eos_token_id")
-        if isinstance(ids, list):
-            several = ids
-        else:
-            several = [ids]
+        if not isinstance(ids, list):
+            ids = [ids]
         vocab = self.model.vocab
-        return tuple(end for end in several if type(end) is int and 0 <= end < vocab)
+        return tuple(end for end in ids if type(end) is int and 0 <= end < vocab)
 
     def tokenizer(self) -> Tokenizer | None:
         """Return the tokenizer in the folder, None for a model of bytes; one rank calls this."""
@@ -233,30 +230,18 @@ def convert(
             expected=" or ".join(writing.FLOATS),
         )
     groups = groups_of(model, most, arrays.dtype(kind).itemsize)
-    huggingface.save(
-        Path(target),
-        model,
-        groups,
-        partial(read_group, folder, folder.dtype),
-        dtype=kind,
-        origin=folder.origin,
-    )
+
+    def read(shapes: Mapping[str, Shape]) -> dict[str, np.ndarray]:
+        values = {name: np.empty(shape, folder.dtype) for name, shape in shapes.items()}
+        folder.read(values)
+        return values
+
+    huggingface.save(Path(target), model, groups, read, dtype=kind, origin=folder.origin)
     what = f"{writing.config_of(model, kind, folder.origin)[0].architecture} in {kind}"
     return (
         f"converted {folder.path} ({folder.kind}) into {target}: {what}, {model.parameters:,} "
         "parameters"
     )
-
-
-def read_group(
-    folder: ModelFolder, dtype: str, shapes: Mapping[str, Shape]
-) -> dict[str, np.ndarray]:
-    """Read the parameters with these names and shapes."""
-    values = {}
-    for name, shape in shapes.items():
-        values[name] = np.empty(shape, arrays.dtype(dtype))
-    folder.read(values)
-    return values
 
 
 def groups_of(model: GPT, most: int, itemsize: int) -> list[dict[str, Shape]]:
