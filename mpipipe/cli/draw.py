@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from mpipipe import files, schedules, tracing
 from mpipipe.cli.flags import parameters_of
 from mpipipe.cli.output import refusing, show
-from mpipipe.cli.simulate import costs_of, refuse, without_none
+from mpipipe.cli.simulate import Cost, costs_of, refuse, without_none
 from mpipipe.errors import ConfigError
 from mpipipe.options import Option
 from mpipipe.schedules import Timeline, from_file, is_path
@@ -41,11 +41,9 @@ def _of_schedule(
     microbatches: Annotated[int | None, Option("M, micro-batches of a step")] = None,
     chunks: Annotated[int | None, Option("V, stages on each rank; default: 1")] = None,
     slices: Annotated[int | None, Option("n, slices of each sequence; default: 1")] = None,
-    forward: Annotated[
-        str, Option("time of F in a stage, or a,b,... with one for each stage")
-    ] = "1",
-    input_grad: Annotated[str, Option("time of I, likewise; B takes I and W")] = "1",
-    weight_grad: Annotated[str, Option("time of W, likewise")] = "1",
+    forward: Cost = "1",
+    input_grad: Cost = "1",
+    weight_grad: Cost = "1",
     transfer: Annotated[str, Option("time of a message into a stage, likewise")] = "0",
 ) -> None:
     with refusing("draw"):

@@ -76,10 +76,9 @@ def generate(
         with group.raise_together("generate: the model and the prompts"):
             plan = forward_plan(folder.model, mesh.pipe.size)
             if mesh.rank == 0:
-                vocab = folder.model.vocab
-                tokenizer = tokenizer_of(folder, vocab)
+                tokenizer = tokenizer_of(folder)
                 read = read_prompts(prompt, prompts, tokenizer)
-                check_prompts(read.tokens, count, vocab)
+                check_prompts(read.tokens, count, folder.model.vocab)
                 # The ids that end an answer.
                 ends = folder.ends or ()
                 if not ends and tokenizer is not None and tokenizer.end is not None:
@@ -103,8 +102,9 @@ def generate(
             opened.close()
 
 
-def tokenizer_of(folder: ModelFolder, vocab: int) -> FolderTokenizer | None:
+def tokenizer_of(folder: ModelFolder) -> FolderTokenizer | None:
     """Return the tokenizer of a model, None without one. ConfigError for that of another model."""
+    vocab = folder.model.vocab
     tokenizer = folder.tokenizer()
     if tokenizer is None and vocab == Bytes.vocab:
         return Bytes()

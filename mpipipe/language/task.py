@@ -223,7 +223,7 @@ class TextTask(Task):
         window = None
         windows = self.model.windows
         if windows is not None and None not in windows:
-            window = max(width for width in windows if width is not None)
+            window = max(filter(None, windows))
         return slice_lengths(length, slices, self.model.dim, window=window, unit=unit)
 
     def check_stages(self, stages: int) -> None:

@@ -136,16 +136,16 @@ def _open_training(path: Path) -> ModelFolder | None:
     dtypes = {}
     for content in saved.files.values():
         for name, entry in content.arrays.items():
-            dtypes[name] = checkpoint.NAMES[entry.dtype]
-    parameters = [name for name in dtypes if name.startswith(PREFIX)]
-    if not isinstance(sizes, dict) or not parameters:
+            if name.startswith(PREFIX):
+                dtypes[name] = checkpoint.NAMES[entry.dtype]
+    if not isinstance(sizes, dict) or not dtypes:
         raise ConfigError(
             "the checkpoint is not one of `mpipipe train`",
             found=str(folder),
             expected="the sizes of its model",
             remedy="load it with mpipipe.checkpoint",
         )
-    if any(map(is_adapter, parameters)):
+    if any(map(is_adapter, dtypes)):
         raise ConfigError(
             "the checkpoint has adapters apart from their matrices",
             found=str(folder),
@@ -162,7 +162,8 @@ def _open_training(path: Path) -> ModelFolder | None:
     if folder.parent.name == weights.FOLDER:
         kind = weights.FOLDER
     origin = huggingface.Origin.of(folder)
-    return ModelFolder(folder, dtypes[parameters[0]], inode, kind, origin, model)
+    dtype = next(iter(dtypes.values()))
+    return ModelFolder(folder, dtype, inode, kind, origin, model)
 
 
 def _open_huggingface(path: Path) -> ModelFolder | None:
