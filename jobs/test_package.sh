@@ -49,7 +49,7 @@ version=$("$bin/mpipipe" --version)
 say "shows $version"
 
 "$mpiexec" -n 2 "$bin/mpipipe" train --pipe 2 --steps 4 --sample-bytes 20 --out run
-[ -f run/weights/model.json ] && [ -f run/finished ]
+[ -f run/weights/step-*/manifest.json ] && [ -f run/finished ]
 say "trains on two ranks"
 
 "$bin/python" -m mypy "$work/source/tests/jobs/package/user.py"

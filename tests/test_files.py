@@ -11,7 +11,7 @@ import pytest
 from mpipipe import files
 from mpipipe.errors import ArgumentError, ConfigError, DataError
 from mpipipe.language.data import find_files
-from mpipipe.language.models import weights
+from mpipipe.language.models.model_folder import open_model
 
 
 @pytest.fixture(params=["FIFO", "socket", "character device", "folder"])
@@ -77,13 +77,9 @@ def test_a_fifo_in_a_folder_of_data_is_left_out(tmp_path):
 def test_weights_that_are_no_files_are_refused(odd):
     path, kind = odd
     folder = path.parent
-    described = path.rename(folder / "model.json")
-    with pytest.raises(ArgumentError, match=f"the weights' description cannot be read: .*{kind}"):
-        weights.describe(folder)
-    described.rename(folder / "stage-0.safetensors")
-    weights.write_description(folder, weights.WeightsDescription(model={}, dtype="float32", stages=1, checksums={}))
-    with pytest.raises(ArgumentError, match=f"file of weights cannot be read: .*{kind}"):
-        weights.load(folder, [])
+    path.rename(folder / "manifest.json")
+    with pytest.raises(ArgumentError, match=f"no checkpoint: .*{kind}"):
+        open_model(folder)
 
 
 def test_bytes_by_position_end_where_the_file_does(tmp_path, monkeypatch):

@@ -33,7 +33,7 @@ class Saver:
     """Saves checkpoints of one training while it goes on.
 
     Between `save` and the next step of the optimizer nothing else may write to parameters. The
-    optimizers of this package, `checkpoint.load` and `weights.load` wait for that by themselves.
+    optimizers of this package and `checkpoint.load` wait for that by themselves.
     Where a write could go unnoticed (the optimizer does not have a stage, or that has no list
     `before_write`), `save` returns only once everything is read.
 

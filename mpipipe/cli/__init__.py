@@ -21,11 +21,9 @@ def main() -> None:
 
 def _last(option: str, words: list[str]) -> str:
     """Return the value of the last such option, "" where there is none."""
-    values = []
+    value = ""
     for word, after in zip(words, [*words[1:], ""]):
-        if word == option:
-            values.append(after)
-    values += [word.partition("=")[2] for word in words if word.startswith(f"{option}=")]
-    if values:
-        return values[-1]
-    return ""
+        name, equals, text = word.partition("=")
+        if name == option:
+            value = text if equals else after
+    return value

@@ -240,8 +240,6 @@ class Parser(argparse.ArgumentParser):
             prog=prog, formatter_class=_Help, allow_abbrev=False, add_help=False, **options
         )
         self.headings: Values = {}
-        # The parameter that takes what follows --.
-        self.after_dashes: str | None = None
         # What has no flag here, and what to do instead.
         self.instead: Mapping[str, str] = {}
 
@@ -253,14 +251,9 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, words: list[str]) -> Values:
         """Return the arguments of these words, by parameter name."""
-        rest: Values = {}
-        if self.after_dashes is not None and "--" in words:
-            cut = words.index("--")
-            rest = {self.after_dashes: words[cut + 1 :]}
-            words = words[:cut]
         arguments, unknown = self.parse_known_args(words)
         if not unknown:
-            return vars(arguments) | rest
+            return vars(arguments)
         name = unknown[0].partition("=")[0]
         likely: list[str] = []
         if not name.startswith("-"):
@@ -270,16 +263,12 @@ class Parser(argparse.ArgumentParser):
         instead = self.instead.get(as_word(name.lstrip("-")))
         if instead is None:
             likely = self.near(name)
-        place = " before --"
-        if self.after_dashes is None:
-            place = ""
-        raise wrong_usage(self.prog, f"there is no option {name}{place}", likely, instead)
+        raise wrong_usage(self.prog, f"there is no option {name}", likely, instead)
 
     def near(self, name: str) -> list[str]:
         """Return the flags that the user may have meant with `name`."""
-        options = [option for action in self._actions for option in action.option_strings]
         known = []
-        for option in options:
+        for option in self._option_string_actions:
             if option.startswith("--"):
                 known.append(option.removeprefix("--"))
         return [f"--{option}" for option in near(name.lstrip("-"), known)]
@@ -307,25 +296,13 @@ class _Help(argparse.HelpFormatter):
 
 
 def parser_of(prog: str, command: Callable[..., object]) -> Parser:
-    """Return the parser of a command."""
+    """Return the parser of a command: of its parameters, and the flags that every command has."""
     parser = Parser(prog, description=inspect.getdoc(command))
-    add_parameters(parser, command)
-    return parser
-
-
-def add_parameters(parser: Parser, command: Callable[..., object]) -> None:
-    """Give a parser the parameters of a command, and the flags that every command has."""
-    parameters = parameters_of(command)
     parser.instead = getattr(command, "instead", {})
-    operands = []
-    for entry in parameters:
+    usage = [_escaped(prog), "[options]"]
+    for entry in parameters_of(command):
         if isinstance(entry.flag, Operand):
-            operands.append(entry)
-    parser.usage = " ".join([_escaped(parser.prog), "[options]", *map(_operand_usage, operands)])
-    for entry in parameters:
-        if isinstance(entry.flag, Operand):
-            if entry.flag.after_dashes:
-                parser.after_dashes = entry.name
+            usage.append(_operand_usage(entry))
             group = parser.under("arguments")
             operand = group.add_argument(entry.name, **_operand(entry, entry.flag))
             # Python < 3.12 does not say so of argparse.REMAINDER.
@@ -333,6 +310,7 @@ def add_parameters(parser: Parser, command: Callable[..., object]) -> None:
         else:
             names = entry.flag.names or (f"--{entry.name.rstrip('_').replace('_', '-')}",)
             parser.under(entry.flag.group).add_argument(*names, **_flag(entry, entry.flag))
+    parser.usage = " ".join(usage)
     general = parser.under("general")
     general.add_argument("-h", "--help", action="help", help="show this and exit")
     general.add_argument(
@@ -341,6 +319,7 @@ def add_parameters(parser: Parser, command: Callable[..., object]) -> None:
         choices=LOG_LEVELS,
         default=argparse.SUPPRESS,
     )
+    return parser
 
 
 def _operand(entry: Argument, operand: Operand) -> Values:
@@ -349,9 +328,7 @@ def _operand(entry: Argument, operand: Operand) -> Values:
         "metavar": _name(entry),
         "type": _converter(entry),
     }
-    if operand.after_dashes:
-        options |= {"nargs": "*", "metavar": f"-- {_name(entry)} ...", "type": _before_dashes}
-    elif operand.rest:
+    if operand.rest:
         options["nargs"] = argparse.REMAINDER
     elif entry.many:
         options["nargs"] = "+" if entry.default is REQUIRED else "*"
@@ -365,9 +342,8 @@ def _operand(entry: Argument, operand: Operand) -> Values:
 def _flag(entry: Argument, flag: Option) -> Values:
     parts = [flag.text, flag.range_words]
     default = entry.default
-    if default is not REQUIRED and isinstance(default, (str, int, float, Path)):
-        if not isinstance(default, bool):
-            parts.append(f"default: {default}")
+    if type(default) in (str, int, float):
+        parts.append(f"default: {default}")
     text = _escaped("; ".join(filter(None, parts)))
     options: Values = {"help": text, "dest": entry.name, "default": argparse.SUPPRESS}
     if default is REQUIRED:
@@ -405,23 +381,15 @@ def _converter(entry: Argument) -> Callable[[str], object]:
             noun = NOUNS.get(entry.kind, "usable")
             raise argparse.ArgumentTypeError(f"{text!r} is not {noun}") from None
         # A configuration checks its keys itself.
-        if not isinstance(flag, Option) or flag.key or entry.kind not in NOUNS:
-            return value
-        if not flag.has(value):
+        if isinstance(flag, Option) and not flag.key and not flag.has(value):
             raise argparse.ArgumentTypeError(f"{text} is out of range: expected {flag.range_words}")
         return value
 
     return read
 
 
-def _before_dashes(text: str) -> NoReturn:
-    raise argparse.ArgumentTypeError(f"{text!r} does not stand after --")
-
-
 def _operand_usage(entry: Argument) -> str:
     name = _escaped(_name(entry)) + " ..." * entry.many
-    if isinstance(entry.flag, Operand) and entry.flag.after_dashes:
-        name = f"-- {name}"
     if entry.default is REQUIRED:
         return name
     return f"[{name}]"

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from mpipipe import files, schedules, tracing
 from mpipipe.cli.flags import parameters_of
 from mpipipe.cli.output import refusing, show
-from mpipipe.cli.simulate import costs_of, refuse, without_none
+from mpipipe.cli.simulate import Cost, costs_of, refuse, without_none
 from mpipipe.errors import ConfigError
 from mpipipe.options import Option
 from mpipipe.schedules import Timeline, from_file, is_path
@@ -41,38 +41,30 @@ def _of_schedule(
     microbatches: Annotated[int | None, Option("M, micro-batches of a step")] = None,
     chunks: Annotated[int | None, Option("V, stages on each rank; default: 1")] = None,
     slices: Annotated[int | None, Option("n, slices of each sequence; default: 1")] = None,
-    forward: Annotated[
-        str, Option("time of F in a stage, or a,b,... with one for each stage")
-    ] = "1",
-    input_grad: Annotated[str, Option("time of I, likewise; B takes I and W")] = "1",
-    weight_grad: Annotated[str, Option("time of W, likewise")] = "1",
+    forward: Cost = "1",
+    input_grad: Cost = "1",
+    weight_grad: Cost = "1",
     transfer: Annotated[str, Option("time of a message into a stage, likewise")] = "0",
 ) -> None:
-    def simulated() -> Timeline:
+    with refusing("draw"):
+        files.check_new("the picture", out)
+        tracing.check_can_draw(out)
         costs = costs_of(forward, input_grad, weight_grad, transfer)
         sizes = without_none(ranks=ranks, microbatches=microbatches, chunks=chunks, slices=slices)
         if is_path(schedule):
             refuse("a file, whose order says it", sizes)
-            return schedules.simulate(from_file(schedule), costs)
-        if ranks is None or microbatches is None:
+            made = from_file(schedule)
+        elif ranks is None or microbatches is None:
             raise ConfigError(
                 "a schedule has no sizes of its own",
                 found=f"--schedule {schedule}",
                 expected="--ranks and --microbatches, or --schedule FILE.csv",
             )
-        sizes.setdefault("chunks", 1)
-        return schedules.simulate(schedules.by_name(schedule, **sizes, costs=costs), costs)
-
-    _drawn(out, lambda: draw(simulated(), out))
+        else:
+            sizes.setdefault("chunks", 1)
+            made = schedules.by_name(schedule, **sizes, costs=costs)
+        draw(schedules.simulate(made, costs), out)
+    show(f"mpipipe: drawn into {out}\n")
 
 
 timeline.parameters = memory.parameters = parameters_of(_of_schedule)[1:]  # type: ignore[attr-defined]
-
-
-def _drawn(out: str, work: Callable[[], object]) -> None:
-    """Do the work in one process, and say where the picture is."""
-    with refusing("draw"):
-        files.check_new("the picture", out)
-        tracing.check_can_draw(out)
-        work()
-    show(f"mpipipe: drawn into {out}\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 from mpipipe import arrays
 from mpipipe.cli.flags import Operand
@@ -49,16 +49,13 @@ def evaluate(
         tokens, unit = open_tokens(folder, data or [], mesh)
         place = select_device(device, comm)
         with group.raise_together("evaluate: the windows"):
-            length = folder.model.seq_len
-            if seq_len is not None:
-                length = seq_len
+            length = seq_len or folder.model.seq_len
             windows = count_windows(tokens, length)
-        options: Any = {"rows": batch, "dtype": dtype or folder.dtype, "device": place}
-        with (
-            arrays.own_stream(place),
-            build_evaluator(folder, mesh, length, **options) as evaluator,
-        ):
-            result = evaluator.run(tokens, length, windows)
+        with arrays.own_stream(place):
+            with build_evaluator(
+                folder, mesh, length, rows=batch, dtype=dtype or folder.dtype, device=place
+            ) as evaluator:
+                result = evaluator.run(tokens, length, windows)
         if mesh.rank == 0:
             bits = ""
             if result.bits_per_byte is not None:

@@ -21,14 +21,13 @@ class Operand:
     ----------
     text, metavar : str
         What it means, and its name in the help; by default that of the parameter in capitals.
-    rest, after_dashes : bool
-        Take all that follows, flags too; take what follows `--`, and nothing else.
+    rest : bool
+        Take all that follows, flags too.
     """
 
     text: str
     metavar: str | None = None
     rest: bool = False
-    after_dashes: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,26 +50,20 @@ def parameters_of(command: Callable[..., object]) -> list[Argument]:
     if listed is not None:
         return list(listed)
     hints = get_type_hints(command, include_extras=True)
-    entries = inspect.signature(command).parameters.values()
-    named = []
-    for entry in entries:
+    parameters = []
+    for entry in inspect.signature(command).parameters.values():
         if entry.kind is not entry.VAR_KEYWORD:
-            named.append(entry)
-    return [_parameter(entry, hints[entry.name]) for entry in named]
+            parameters.append(_parameter(entry, hints[entry.name]))
+    return parameters
 
 
 def _parameter(entry: inspect.Parameter, hint: Any) -> Argument:
     flag: Option | Operand = Option()
     if get_origin(hint) is Annotated:
         hint, flag = get_args(hint)[:2]
-    if get_origin(hint) is not list:
+    if get_origin(hint) is not list and get_args(hint):
         # X of X | None
-        parts = []
-        for part in get_args(hint):
-            if part is not type(None):
-                parts.append(part)
-        if parts:
-            hint = parts[0]
+        hint = get_args(hint)[0]
     many = get_origin(hint) is list
     return Argument(entry.name, get_args(hint)[0] if many else hint, many, entry.default, flag)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,8 +17,8 @@ from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.job import group_of, runtime
 from mpipipe.language.inference import (
+    Answer,
     Bytes,
-    Drawn,
     FolderTokenizer,
     Prompts,
     Sampling,
@@ -76,10 +76,9 @@ def generate(
         with group.raise_together("generate: the model and the prompts"):
             plan = forward_plan(folder.model, mesh.pipe.size)
             if mesh.rank == 0:
-                vocab = folder.model.vocab
-                tokenizer = tokenizer_of(folder, vocab)
+                tokenizer = tokenizer_of(folder)
                 read = read_prompts(prompt, prompts, tokenizer)
-                check_prompts(read.tokens, count, vocab)
+                check_prompts(read.tokens, count, folder.model.vocab)
                 # The ids that end an answer.
                 ends = folder.ends or ()
                 if not ends and tokenizer is not None and tokenizer.end is not None:
@@ -88,7 +87,7 @@ def generate(
                 if out is None:
                     show = printed(read, tokenizer)
                 else:
-                    show = opened.enter_context(written_lines(read, tokenizer, out))
+                    show = opened.enter_context(written_lines(tokenizer, out))
         tokens, sampling = group.broadcast("generate: the prompts", prepared)
         capacity = max(map(len, tokens)) + count
         at_once = min(len(tokens), batch or AT_ONCE * plan.schedule.microbatches)
@@ -96,15 +95,16 @@ def generate(
         with build_decoder(
             folder.model, plan, mesh, dtype or folder.dtype, capacity, load, batch=at_once
         ) as decoder:
-            for drawn in answers(decoder, tokens, count, sampling):
+            for answer in answers(decoder, tokens, count, sampling):
                 if show is not None:
-                    show(drawn)
+                    show(answer)
         with group.raise_together("generate: the end of the output"):
             opened.close()
 
 
-def tokenizer_of(folder: ModelFolder, vocab: int) -> FolderTokenizer | None:
+def tokenizer_of(folder: ModelFolder) -> FolderTokenizer | None:
     """Return the tokenizer of a model, None without one. ConfigError for that of another model."""
+    vocab = folder.model.vocab
     tokenizer = folder.tokenizer()
     if tokenizer is None and vocab == Bytes.vocab:
         return Bytes()
@@ -120,55 +120,37 @@ def tokenizer_of(folder: ModelFolder, vocab: int) -> FolderTokenizer | None:
 # -- Where the answers to prompts go: to the terminal, or into a file ------------------------------
 
 
-# It is called on rank 0, with one token of one answer.
-Take: TypeAlias = Callable[[Drawn], None]
+# It is called on rank 0, with one answer.
+Show: TypeAlias = Callable[[Answer], None]
 
 
-def _in_order(show: Callable[[int, list[int], str], None]) -> Take:
-    """Show each answer whole, in the order of prompts: number, tokens, and why it has ended."""
-    answers: dict[int, list[int]] = {}
-    ended: dict[int, str] = {}
-    awaited = 0
-
-    def take(drawn: Drawn) -> None:
-        nonlocal awaited
-        answers.setdefault(drawn.prompt, []).append(drawn.token)
-        if drawn.ended:
-            ended[drawn.prompt] = drawn.ended
-        while awaited in ended:
-            show(awaited, answers.pop(awaited), ended.pop(awaited))
-            awaited += 1
-
-    return take
-
-
-def _text_of(tokenizer: FolderTokenizer, answer: list[int], ended: str, before: list[int]) -> str:
+def _text_of(tokenizer: FolderTokenizer, answer: Answer, before: Sequence[int]) -> str:
     """Return the text of an answer after other tokens, without the token that has stopped it."""
-    if ended == "stop":
-        answer = answer[:-1]
-    return tokenizer.decode([*before, *answer])
+    tokens = [*before, *answer.tokens]
+    if answer.ended == "stop":
+        tokens.pop()
+    return tokenizer.decode(tokens)
 
 
-def printed(prompts: Prompts, tokenizer: FolderTokenizer | None) -> Take:
+def printed(prompts: Prompts, tokenizer: FolderTokenizer | None) -> Show:
     """Print prompts and answers: text, of several under a line with the number, or ids."""
-    several = len(prompts.texts) > 1
 
-    def show(number: int, answer: list[int], ended: str) -> None:
-        prompt = prompts.tokens[number]
+    def show(answer: Answer) -> None:
         outlet = SafeStream(sys.stdout)
-        if tokenizer is None or prompts.texts[number] is None:
-            outlet.write(f"mpipipe: tokens {','.join(map(str, [*prompt, *answer]))}\n")
-        else:
-            heading = ""
-            if several:
-                heading = f"--- prompt {number}\n"
-            outlet.write(f"{heading}{shown(_text_of(tokenizer, answer, ended, prompt))}\n")
+        if tokenizer is None or prompts.texts[answer.number] is None:
+            tokens = map(str, [*answer.prompt, *answer.tokens])
+            outlet.write(f"mpipipe: tokens {','.join(tokens)}\n")
+            return
+        heading = ""
+        if len(prompts.texts) > 1:
+            heading = f"--- prompt {answer.number}\n"
+        outlet.write(f"{heading}{shown(_text_of(tokenizer, answer, answer.prompt))}\n")
 
-    return _in_order(show)
+    return show
 
 
 @contextmanager
-def written_lines(prompts: Prompts, tokenizer: FolderTokenizer | None, path: str) -> Iterator[Take]:
+def written_lines(tokenizer: FolderTokenizer | None, path: str) -> Iterator[Show]:
     """Write a new file with a line of JSON for each prompt, which appears as a whole."""
     writing = partial(files.writing, "the answers", path, remedy="name another --out")
     files.check_new("the file of answers", path)
@@ -176,22 +158,19 @@ def written_lines(prompts: Prompts, tokenizer: FolderTokenizer | None, path: str
         with writing():
             file = opened.enter_context(files.whole_file(Path(path)))
 
-        def show(number: int, answer: list[int], ended: str) -> None:
-            prompt = prompts.tokens[number]
+        def show(answer: Answer) -> None:
             facts = {
-                "number": number,
-                "prompt_tokens": prompt,
-                "answer_tokens": answer,
-                "ended": ended,
+                "number": answer.number,
+                "prompt_tokens": answer.prompt,
+                "answer_tokens": answer.tokens,
+                "ended": answer.ended,
             }
             if tokenizer is not None:
-                facts |= {
-                    "prompt": tokenizer.decode(prompt),
-                    "answer": _text_of(tokenizer, answer, ended, []),
-                }
+                facts["prompt"] = tokenizer.decode(answer.prompt)
+                facts["answer"] = _text_of(tokenizer, answer, [])
             with writing():
                 file.write(f"{json.dumps(facts)}\n".encode())
 
-        yield _in_order(show)
+        yield show
         with writing():
             opened.close()

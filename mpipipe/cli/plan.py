@@ -75,8 +75,8 @@ def plan(
             if isinstance(chosen, TaskFileConfig):
                 keys["task"] = chosen.task
             check_nics(nics_per_node, nic)
-            if comm.rank == 0:
-                check_output(out)
+            if comm.rank == 0 and out is not None:
+                files.check_new("the plan", out)
         orders = ORDERS
         if keys.get("mesh_order") is not None:
             orders = {chosen.mesh_order: ORDERS[chosen.mesh_order]}
@@ -92,12 +92,6 @@ def plan(
                     write(Path(out), keys, report.choice)
 
     return on_ranks(work)()
-
-
-def check_output(path: str | None) -> None:
-    """Raise ConfigError where the file for the plan is not new."""
-    if path is not None:
-        files.check_new("the plan", Path(path))
 
 
 def make_plans(

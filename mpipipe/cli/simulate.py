@@ -95,10 +95,8 @@ def simulate(
             lines = [*_table(sizes, with_links, memory_limit)]
         else:
             costs = with_links(schedule)
-            limit = memory_limit
-            if recompute:
-                limit = None
             if csv is None:
+                limit = None if recompute else memory_limit
                 made = schedules.by_name(schedule, **sizes, costs=costs, memory_limit=limit)
             else:
                 made = from_file(csv)
@@ -174,7 +172,7 @@ SMALL_ORDER = 60
 def _one(made: Schedule, costs: Costs, memory_limit: float | None) -> Iterator[str]:
     result = schedules.simulate(made, costs)
     limit = memory_limit
-    if memory_limit is None:
+    if limit is None:
         limit = max(result.peak_activations) or None
     bound, gap = _bound_and_gap(result, costs, limit)
     activations = " ".join(map(str, result.peak_activations))
@@ -195,10 +193,8 @@ def _one(made: Schedule, costs: Costs, memory_limit: float | None) -> Iterator[s
     if made.recomputed:
         room = " that runs as many forwards again"
     elif limit is not None:
-        noun = "activations"
-        if limit == 1:
-            noun = "activation"
-        room = f" with {limit:g} {noun} on each rank"
+        plural = "s" * (limit != 1)
+        room = f" with {limit:g} activation{plural} on each rank"
     yield f"bound       {bound:.6g}: no schedule of these stages is faster{room}"
     yield f"gap         at most {gap:.2%} slower than the best possible schedule"
     if made.ranks <= SMALL_RANKS and max(map(len, made.orders)) <= SMALL_ORDER:
@@ -231,9 +227,9 @@ def _table(
         made = schedules.by_name(name, **sizes, costs=costs, memory_limit=memory_limit)
         result = schedules.simulate(made, costs)
         peak = max(result.peak_activations)
-        limit = float(peak)
-        if memory_limit is not None:
-            limit = memory_limit
+        limit = memory_limit
+        if limit is None:
+            limit = peak
         row = f"{name:<24}{result.makespan:>10.6g}{result.bubble_fraction:>8.4f}{peak:>12}"
         if peak > limit:
             yield f"{row}  above the limit of {limit:g}"

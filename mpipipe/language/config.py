@@ -127,10 +127,7 @@ class TrainConfig(TaskConfig, ModelOptions, DataOptions):
 
     @classmethod
     def _check_given(cls, values: dict[str, object]) -> None:
-        sizes = []
-        for name in FROM_FOLDER:
-            if name in values:
-                sizes.append(name)
+        sizes = [*filter(values.__contains__, FROM_FOLDER)]
         if values.get("from_") is not None and sizes:
             raise ConfigError(
                 f"{sizes[0]} and from are both given",

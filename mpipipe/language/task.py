@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property, partial
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpipipe import arrays, nn
-from mpipipe.attention import Local, slice_lengths
+from mpipipe.attention import slice_lengths
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, RankGroup, group_of, runtime
@@ -21,14 +22,16 @@ from mpipipe.language.config import FROM_FOLDER, TrainConfig
 from mpipipe.language.data import DataListing, Source, Tokens
 from mpipipe.language.data.windows import read_windows, segments, training_starts, validation_starts
 from mpipipe.language.inference.generation import (
+    Sampling,
+    answers,
     build_decoder,
     check_decoding,
-    continued,
     longest_text,
 )
 from mpipipe.language.models import fine_tuning, huggingface, weights
 from mpipipe.language.models.gpt import GPT, Architecture, check_layers
 from mpipipe.language.models.huggingface.adapter import save_adapter
+from mpipipe.language.models.model_folder import ModelFolder
 from mpipipe.language.packing import PackedAttend, Packing
 from mpipipe.language.token_units import find_data, open_data
 from mpipipe.nn import without_adapters, worth_tiles
@@ -126,7 +129,7 @@ class TextTask(Task):
         *,
         vocab: int = BYTES,
         tuning: fine_tuning.FineTuning | None = None,
-        base: fine_tuning.PretrainedModel | None = None,
+        base: ModelFolder | None = None,
         data: Source | None = None,
     ) -> None:
         self.config = config
@@ -140,12 +143,10 @@ class TextTask(Task):
         self.freeze = self.tuning.freeze
         self.everywhere = config.packing == "segments"
         self.layout = config.layout
-        self.packing = None
-        if self.everywhere:
-            self.packing = Packing(1)
+        self.packing = Packing(1)  # where `everywhere`
         self.units = config.seq_len
         self.copies = config.sample_bytes > 0
-        self.folders = ("weights", fine_tuning.INSIDE)
+        self.folders = (weights.FOLDER, fine_tuning.INSIDE)
 
     @classmethod
     def of(
@@ -156,15 +157,11 @@ class TextTask(Task):
         data: Source | None = None,
     ) -> TextTask:
         """Open the folders of the model to begin from and of adapters; collective."""
-        config, base = fine_tuning.find_pretrained(config, comm)
+        base = None
+        if config.from_ is not None:
+            config, base = fine_tuning.find_pretrained(config, comm)
         tuning = fine_tuning.find_tuning(config, comm)
-        return cls(
-            config,
-            architecture if base is None else base.architecture,
-            tuning=tuning,
-            base=base,
-            data=data,
-        )
+        return cls(config, architecture, tuning=tuning, base=base, data=data)
 
     # -- the model, on paper -----------------------------------------------------------------------
 
@@ -178,15 +175,14 @@ class TextTask(Task):
         """The sizes of the model; ConfigError where they cannot be, or the data have more ids."""
         config = self.config
         check_layers(config.layers)
-        names = ("dim", "layers", "heads", "kv_heads", "hidden", "tied", "dropout", "rope_base")
-        sizes = {name: getattr(config, name) for name in names}
-        if config.vocab is None:
-            vocab = self.vocab
+        sizes = {name: getattr(config, name) for name in ("seq_len", "dropout", *FROM_FOLDER)}
+        sizes["vocab"] = config.vocab or self.vocab
+        if sizes["vocab"] == BYTES:
+            del sizes["vocab"]
+        if self.base is None:
+            model = self.architecture(**sizes)
         else:
-            vocab = config.vocab
-        if vocab != BYTES:
-            sizes["vocab"] = vocab
-        model = self.architecture(seq_len=config.seq_len, **sizes)
+            model = replace(self.base.model, seq_len=config.seq_len, dropout=config.dropout)
         if config.head_slices is not None:
             model = replace(model, head_slices=config.head_slices)
         if model.vocab < self.vocab:
@@ -206,16 +202,12 @@ class TextTask(Task):
     def layers(self, shard: Shard) -> list[nn.Layer]:
         length = self.config.seq_len
         attend = shard.attend(length, causal=True)
-        if self.packing is not None:
+        if self.everywhere:
             attend = PackedAttend(attend, self.packing)
-        if shard.comm.size == 1 or shard.cut:
-            positions = None
-        else:
+        positions = None
+        if shard.comm.size > 1 and not shard.cut:
             positions = shard.positions(length)
-        labels = {}
-        if self.head_slices > 1:
-            labels = {"labels": True}
-        return self.tuning.layers(self.model.build(attend, positions, **labels))
+        return self.tuning.layers(self.model.build(attend, positions, labels=True))
 
     def costs(self) -> Sequence[float]:
         return self.tuning.costs(self.model, self.trained())
@@ -231,7 +223,7 @@ class TextTask(Task):
         window = None
         windows = self.model.windows
         if windows is not None and None not in windows:
-            window = max(width for width in windows if width is not None)
+            window = max(filter(None, windows))
         return slice_lengths(length, slices, self.model.dim, window=window, unit=unit)
 
     def check_stages(self, stages: int) -> None:
@@ -254,15 +246,15 @@ class TextTask(Task):
     def sample_bytes(self, rows: int, dtype: str) -> tuple[int, int]:
         config = self.config
         length = -(-config.seq_len // config.seq)
-        hidden = rows * length * config.dim * arrays.dtype(dtype).itemsize
+        hidden = rows * length * self.model.dim * arrays.dtype(dtype).itemsize
         return 16 * config.seq_len, hidden  # ids are int64
 
     def check(self, plan: LayerPlan, mesh: Mesh) -> None:
         config = self.config
         self.tuning.check(self.model, self.origin)
         if self.base is not None:
-            self.base.folder.with_slices(self.head_slices)  # raises where it has others
-        if config.packing == "segments" and self.model.positions == "learned":
+            self.base.with_slices(self.head_slices)  # raises where it has others
+        if self.everywhere and self.model.positions == "learned":
             raise ConfigError(
                 "documents cannot be packed for a model with learned positions, which begin with "
                 "the sequence",
@@ -280,15 +272,14 @@ class TextTask(Task):
     def open_data(self, plan: LayerPlan, mesh: Mesh) -> None:
         placement = plan.schedule.placement
         listing = self.listing
-        if self.packing is not None:
-            self.packing.microbatches = plan.schedule.microbatches
+        self.packing.microbatches = plan.schedule.microbatches
         assert listing is not None
         reads = mesh.pipe.rank in (placement[0], placement[-1]) or self.everywhere
         folder = None
         if self.base is not None:
-            folder = self.base.folder.path
+            folder = self.base.path
         self.source, self.tokens = open_data(self.config, mesh.comm, listing, reads, folder)
-        if self.packing is None or mesh.rank != 0 or self.source is None:
+        if not self.everywhere or mesh.rank != 0 or self.source is None:
             return
         if self.source.train.starts(0, 1) is None:
             warn(
@@ -300,7 +291,7 @@ class TextTask(Task):
         """Draw token ids at random. Documents, where they count, are as long as sequences."""
         shape = (2, rows, self.config.seq_len)
         inputs, targets = np.random.default_rng(0).integers(0, self.vocab, size=shape)
-        if self.packing is not None:
+        if self.everywhere:
             self.packing.microbatches = microbatches
             if shard.comm.size == 1:
                 length = self._length(shard)
@@ -316,43 +307,23 @@ class TextTask(Task):
         return inputs, targets
 
     def batch(self, step: int, rows: range, shard: Shard) -> Pair:
-        config = self.config
-        source = self.source
-        assert source is not None
-        starts = training_starts(
-            len(source.train),
-            seed=config.seed,
-            step=step,
-            batch=config.batch,
-            rows=slice(rows.start, rows.stop),
-            seq_len=config.seq_len,
-            order=config.order,
-        )
-        return self._windows(source.train, starts, shard)
+        assert self.source is not None
+        text = self.source.train
+        return self._windows(text, training_starts(self.config, len(text), step, rows), shard)
 
     def validation(self, index: int, rows: range, shard: Shard) -> Pair:
-        config = self.config
-        source = self.source
-        assert source is not None
-        starts = validation_starts(
-            len(source.validation),
-            index=index,
-            batches=config.eval_batches,
-            batch=config.batch,
-            rows=slice(rows.start, rows.stop),
-            seq_len=config.seq_len,
-        )
-        return self._windows(source.validation, starts, shard)
+        assert self.source is not None
+        text = self.source.validation
+        return self._windows(text, validation_starts(self.config, len(text), index, rows), shard)
 
     def _windows(self, text: Tokens, starts: list[int], shard: Shard) -> Any:
         inputs, targets = read_windows(text, starts, self.config.seq_len)
         pair = self._labelled(shard.part(inputs), shard.part(targets))
-        if self.packing is None:
+        if not self.everywhere:
             return pair
         return *pair, segments(text, starts, self.config.seq_len)
 
     def begin(self, more: Any) -> None:
-        assert self.packing is not None
         self.packing.begin(more)
 
     @property
@@ -398,7 +369,7 @@ class TextTask(Task):
 
     def load(self, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
         if self.base is not None:
-            folder = self.base.folder.with_slices(self.head_slices)  # `check` has refused others
+            folder = self.base.with_slices(self.head_slices)  # `check` has refused others
             folder.load(without_adapters(stages, merged=False), mesh)
         self.tuning.load(stages, self.model, self.origin, mesh)
 
@@ -409,9 +380,8 @@ class TextTask(Task):
 
     def resolve(self, keys: Values) -> Values:
         config = self.config
-        if config.from_ is None:
-            for key in FROM_FOLDER:
-                keys[key] = getattr(self.model, key)
+        for key in FROM_FOLDER:
+            keys[key] = getattr(self.model, key)
         for name in ("tokenizer", "from_"):
             if keys[name] is not None:
                 keys[name] = absolute(keys[name])
@@ -448,7 +418,7 @@ class TextTask(Task):
     def beginning(self) -> str:
         if self.base is None:
             return ""
-        return f"the model in {self.base.folder.path}"
+        return f"the model in {self.base.path}"
 
     def derived(self, loss: float | None, validation: float | None) -> Values:
         return self.tokens.bits(loss, validation)
@@ -471,7 +441,7 @@ class TextTask(Task):
                 self.origin,
             )
         whole = without_adapters(stages, merged=True)
-        weights.save(weights.folder_of(out), self.model, whole, plan.schedule, mesh, self.origin)
+        weights.save(out / weights.FOLDER, self.model, whole, mesh, step, self.origin)
 
     def sample(self, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Shard) -> str:
         """Let the model continue validation text."""
@@ -480,17 +450,13 @@ class TextTask(Task):
         if count == 0:
             return ""
         first = plan.schedule.placement[0]
-        room = longest_text(self.model.build(Local()))
+        room = longest_text(self.model) or sys.maxsize
         prompt = None
         if mesh.pipe.rank == first and self.source is not None:
             text = self.source.validation
-            most = PROMPT_BYTES
-            if room is not None:
-                most = room // 2
-            prompt = text.read(0, min(PROMPT_BYTES, len(text), most)).tolist()
+            prompt = text.read(0, min(PROMPT_BYTES, len(text), room // 2)).tolist()
         prompt = group_of(mesh.pipe).broadcast("train: the prompt of the sample", prompt, first)
-        if room is not None:
-            count = min(count, room - len(prompt))
+        count = min(count, room - len(prompt))
         dtype = pipeline.stages[0].parameters.flat.dtype.name
         copy = partial(weights.copy, without_adapters(pipeline.stages, merged=True))
         forward = plan.schedule.forward_only_part(1)
@@ -500,8 +466,6 @@ class TextTask(Task):
             orders.append(tuple(action for action in order if action.microbatch == 0))
         alone = replace(plan, schedule=replace(forward, orders=orders, slices=1))
         with build_decoder(self.model, alone, mesh, dtype, len(prompt) + count, copy) as decoding:
-            answer = continued(
-                decoding, prompt, count, self.vocab, temperature=TEMPERATURE, seed=config.seed
-            )
+            (answer,) = answers(decoding, [prompt], count, Sampling(TEMPERATURE, config.seed))
         title = f"--- sample (prompt: {len(prompt)} {self.unit} of validation text):"
-        return "\n".join([title, folded(self.tokens.text(prompt + answer)), "---"])
+        return "\n".join([title, folded(self.tokens.text(prompt + answer.tokens)), "---"])

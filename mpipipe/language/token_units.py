@@ -140,9 +140,7 @@ def find_tokenizer(
     Without the library BackendError is raised where the tokenizer was named; that of a model is
     used for its name alone.
     """
-    folder: str | Path | None = model
-    if named is not None:
-        folder = named
+    folder = named or model
     if folder is None or (named is None and hash_of(folder) is None):
         return None
     check_tokenizer(listing, folder)

@@ -347,12 +347,6 @@ class TaskConfig(ClusterOptions, OutputOptions, TrainingOptions, ParallelOptions
                 "an order is made for its own ranks, chunks and micro-batches",
             )
 
-    @property
-    def may_save(self) -> bool:
-        """True if a checkpoint may be saved, such as where the training has to leave."""
-        # SLURM may set a limit where none is here.
-        return self.save_every > 0 or bool(self.preempt_signals) or self.time_limit != 0
-
     @classmethod
     def load(cls, path: str | None = None, **flags: object) -> Self:
         """Read a configuration: the keys of a file replace defaults, and flags replace keys.

@@ -78,11 +78,11 @@ def using(out: Path) -> AbstractContextManager[None]:
     )
 
 
-def make_folder(out: Path, comm: Communicator, writes: bool) -> None:
-    """Make the folder on rank 0, which each rank that writes is to see; collective.
+def make_folder(out: Path, comm: Communicator) -> None:
+    """Make the folder on rank 0, which each rank is to see; collective.
 
-    Raises ConfigError on every rank if the folder cannot be made, or a rank that writes sees
-    another folder or none, as with a disk that each host has for itself: weights would be lost or
+    Raises ConfigError on every rank if the folder cannot be made, or a rank sees another folder or
+    none, as with a disk that each host has for itself: weights would be lost or
     scattered.
     """
     with group_of(comm).raise_together("making the output folder"), using(out):
@@ -90,11 +90,11 @@ def make_folder(out: Path, comm: Communicator, writes: bool) -> None:
             out.mkdir(parents=True, exist_ok=True)
             # A training that goes on is not finished any more.
             (out / FINISHED).unlink(missing_ok=True)
-        if writes and not _sees(out):
+        if not _sees(out):
             raise ConfigError(
                 "the output folder of rank 0 is not there on this rank",
                 found=f"no such {out} on {socket.gethostname()}",
-                expected="one folder that all ranks which write weights see and may write to",
+                expected="one folder that all ranks see and may write to",
                 remedy="choose one on a file system that all hosts share, with --out",
             )
 

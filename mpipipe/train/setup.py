@@ -118,7 +118,7 @@ def _reporter(trainer: Trainer, device: str, start: checkpoint.Checkpoint | None
     task = trainer.task
     mesh = trainer.mesh
     out = trainer.out
-    output_folder.make_folder(out, mesh.comm, mesh.replicas.rank == 0 or config.may_save)
+    output_folder.make_folder(out, mesh.comm)
     surroundings = environment.gather(mesh.comm, gpus=device != "cpu")
     with trainer.group.raise_together("train: the reporter"):
         if surroundings is None:

@@ -1,6 +1,5 @@
 """Checkpoints written behind a training: they hold the step at which `save` was called, to the bit, or are absent."""
 
-import json
 import os
 import threading
 import time
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.saved_model import trained, values
+from support.saved_model import MODEL, load_weights, trained, values
 
 from mpipipe import Mesh, Preemption, arrays, checkpoint, nn, optim
 from mpipipe.checkpoint import contents, folders, tensor_files
@@ -218,16 +217,7 @@ def test_a_load_into_what_is_being_saved_waits_until_it_is_read(comm, mpi_tmp_pa
         reading.opened.set()
         change(stages, optimizer)
         checkpoint.save(mpi_tmp_path / "other", mesh, stages, optimizer, step=1)
-        if comm.rank == 0:
-            path = mpi_tmp_path / "weights" / "stage-0.safetensors"
-            path.parent.mkdir()
-            written = tensor_files.write_tensors(
-                path, {name: a for stage in stages for name, a in stage.parameters.items()}
-            )
-            sums = {name: entry.checksum for name, entry in written.arrays.items()}
-            facts = {"model": {}, "dtype": "float32", "stages": 1, "checksums": sums}
-            description = json.dumps({**facts, "checksum": folders.checksum_of(facts)})
-            (path.parent / weights.DESCRIPTION).write_text(description)
+        weights.save(mpi_tmp_path / "weights", MODEL, stages, mesh)
         change(stages, optimizer)
         right = values(stages, optimizer)
         comm.Barrier()
@@ -236,7 +226,7 @@ def test_a_load_into_what_is_being_saved_waits_until_it_is_read(comm, mpi_tmp_pa
             saver.save(2)
             reading.open_soon()
             if what == "weights":
-                weights.load(mpi_tmp_path / "weights", stages)
+                load_weights(mpi_tmp_path / "weights", stages)
             else:
                 checkpoint.load(mpi_tmp_path / "other", mesh, stages, optimizer if what == "checkpoint" else None)
             assert reading.opened.is_set() and saver.waited > 0

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from mpipipe import Mesh, checkpoint, files, nn, optim, schedules
+from mpipipe import Mesh, checkpoint, files, nn, optim
 from mpipipe.attention import Local
 from mpipipe.checkpoint import contents, tensor_files, whole_folder
 from mpipipe.errors import ArgumentError
@@ -27,7 +27,7 @@ def stage_of(value):
 def save_weights(folder, value):
     def write(comm):
         with Mesh(comm) as mesh:
-            weights.save(folder, MODEL, [stage_of(value)], schedules.gpipe(1, 1), mesh)
+            weights.save(folder, MODEL, [stage_of(value)], mesh)
 
     inprocess.run(1, write)
 

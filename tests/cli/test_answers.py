@@ -6,43 +6,37 @@ import pytest
 
 from mpipipe.cli.generate import printed, written_lines
 from mpipipe.errors import ConfigError
-from mpipipe.language.inference.generation import Drawn
+from mpipipe.language.inference.generation import Answer
 from mpipipe.language.inference.prompts import Bytes, Prompts
 
 PROMPTS = Prompts([[97], [98, 99]], ["a", "bc"])
-DRAWN = [
-    Drawn(0, 120, None), Drawn(1, 121, None), Drawn(1, 0, "stop"), Drawn(0, 122, "count"),
-]  # fmt: skip
+ANSWERS = [Answer(0, 0, [97], [120, 122], ended="count"), Answer(1, 1, [98, 99], [121, 0], ended="stop")]
 
 
 def test_texts_are_printed_in_order_without_the_stop_token(capsys):
-    take = printed(PROMPTS, Bytes())
-    for drawn in DRAWN[:-1]:
-        take(drawn)
-    assert capsys.readouterr().out == ""
-    take(DRAWN[-1])
+    show = printed(PROMPTS, Bytes())
+    for answer in ANSWERS:
+        show(answer)
     assert capsys.readouterr().out == "--- prompt 0\naxz\n--- prompt 1\nbcy\n"
 
 
 def test_ids_are_printed_with_all_tokens(capsys):
-    take = printed(Prompts(PROMPTS.tokens, [None, None]), None)
-    for drawn in DRAWN:
-        take(drawn)
+    show = printed(Prompts(PROMPTS.tokens, [None, None]), None)
+    for answer in ANSWERS:
+        show(answer)
     assert capsys.readouterr().out == "mpipipe: tokens 97,120,122\nmpipipe: tokens 98,99,121,0\n"
 
 
 def test_text_of_one_prompt_has_no_heading_and_cannot_harm_a_terminal(capsys):
-    take = printed(Prompts([[97]], ["a"]), Bytes())
-    for drawn in (Drawn(0, 0xC3, None), Drawn(0, 0xBC, None), Drawn(0, 27, None), Drawn(0, 0, "stop")):
-        take(drawn)
+    printed(Prompts([[97]], ["a"]), Bytes())(Answer(0, 0, [97], [0xC3, 0xBC, 27, 0], ended="stop"))
     assert capsys.readouterr().out == "a\u00fc\ufffd\n"
 
 
 def test_lines_of_json_appear_as_a_whole(tmp_path):
     path = tmp_path / "answers.jsonl"
-    with written_lines(PROMPTS, Bytes(), str(path)) as take:
-        for drawn in DRAWN:
-            take(drawn)
+    with written_lines(Bytes(), str(path)) as show:
+        for answer in ANSWERS:
+            show(answer)
         assert not path.exists()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines == [
@@ -55,8 +49,8 @@ def test_lines_of_json_appear_as_a_whole(tmp_path):
 
 def test_nothing_is_left_of_answers_that_were_cut_short(tmp_path):
     path = tmp_path / "answers.jsonl"
-    with pytest.raises(RuntimeError), written_lines(PROMPTS, None, str(path)) as take:
-        take(Drawn(0, 1, "count"))
+    with pytest.raises(RuntimeError), written_lines(None, str(path)) as show:
+        show(Answer(0, 0, [97], [1], ended="count"))
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
 
@@ -68,5 +62,5 @@ def test_a_file_that_is_there_or_cannot_be_made_is_refused(tmp_path):
         ("absent/file", "cannot be written: there is no such folder"),
     ):
         with pytest.raises(ConfigError, match=match):
-            written_lines(PROMPTS, None, str(tmp_path / name)).__enter__()
+            written_lines(None, str(tmp_path / name)).__enter__()
     assert (tmp_path / "there").read_text() == "mine"

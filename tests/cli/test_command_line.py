@@ -41,15 +41,6 @@ def relay(
     return 0
 
 
-def ordered(
-    kind: Annotated[str, Operand("which")],
-    words: Annotated[list[str] | None, Operand("for another program", after_dashes=True)] = None,
-    count: Annotated[int, Option("how many")] = 1,
-) -> int:
-    """Take words behind --."""
-    return 0
-
-
 def read(*words: str) -> dict:
     return parser_of("prog sample", sample).parse(list(words))
 
@@ -104,20 +95,6 @@ def test_all_words_behind_a_script_are_its_own():
     }
     with pytest.raises(Stop, match="are required: TARGET\n"):
         parser.parse([])
-
-
-def test_words_behind_dashes_are_apart_from_flags_before_them():
-    parser = parser_of("prog ordered", ordered)
-    assert "usage: prog ordered [options] KIND [-- WORDS ...]" in parser.format_help()
-    for words in (["a", "--count", "3"], ["--count", "3", "a"]):
-        assert parser.parse(words) == {"kind": "a", "count": 3}
-        behind = ["--count", "4", "--", "b"]
-        assert parser.parse([*words, "--", *behind]) == {"kind": "a", "count": 3, "words": behind}
-    assert parser.parse(["a", "--"])["words"] == []
-    with pytest.raises(Stop, match="there is no option --steps before --"):
-        parser.parse(["a", "--steps", "3"])
-    with pytest.raises(Stop, match="'b' does not stand after --"):
-        parser.parse(["a", "b"])
 
 
 def test_the_help_has_paragraphs_groups_ranges_and_defaults(monkeypatch):

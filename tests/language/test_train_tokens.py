@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 from support.token_files import random_documents, write_tokens
 from support.tolerance import close, largest
 from support.training_tolerance import curve, path
+from support.windows import training_starts
 
 from mpipipe import nn
 from mpipipe.attention import Local
 from mpipipe.errors import ConfigError, DataError, MismatchError
 from mpipipe.language import data
-from mpipipe.language.data.windows import segments, shuffled, training_starts
+from mpipipe.language.data.windows import segments, shuffled
 from mpipipe.language.models import GPT
+from mpipipe.language.models.model_folder import open_model
 from mpipipe.language.packing import PackedAttend, Packing
 from mpipipe.train import TrainConfig, train
 
@@ -230,8 +232,7 @@ def test_data_that_do_not_fit_are_one_error_on_all_ranks_before_anything_is_writ
 
 def test_a_model_may_have_more_ids_than_the_data(comm, config):
     train(config(vocab=64), GPT, comm)
-    facts = json.loads(Path(config().out, "weights", "model.json").read_text())
-    assert facts["model"]["vocab"] == 64
+    assert open_model(config().out).model.vocab == 64
 
 
 @given(st.integers(1, 300), st.binary(min_size=16, max_size=16))

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from mpipipe import Mesh, nn
-from mpipipe.cli.plan import check_output, make_plans, show, write
+from mpipipe.cli.plan import make_plans, show, write
 from mpipipe.errors import ConfigError, MpipipeError
+from mpipipe.files import check_new
 from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
 from mpipipe.language.models.fine_tuning import FineTuning
@@ -143,7 +144,7 @@ class Saves(nn.Layer):
 
 def test_bytes_of_activations_are_those_of_the_arrays_that_are_kept():
     class Known(GPT):
-        def build(self, attend, positions=None):
+        def build(self, attend, positions=None, labels=False):
             made = super().build(attend, positions)
             return [*made[:1], Saves(3), *made[2:]]
 
@@ -224,7 +225,7 @@ def test_what_is_written_is_a_configuration_with_the_choice(tmp_path, capsys):
     assert config.data == tuple(given["data"]) and config.tied and config.preempt_grace == float("inf")
     for path in (tmp_path / "plan.toml", tmp_path / "none" / "plan.toml"):
         with pytest.raises(ConfigError, match="the plan cannot be written"):
-            check_output(str(path))
+            check_new("the plan", str(path))
     assert read_keys(tmp_path / "plan.toml")["dim"] == 16
     assert "train --config" in capsys.readouterr().out
 

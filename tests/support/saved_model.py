@@ -6,6 +6,9 @@ from mpipipe import Pipeline, arrays, nn, optim, schedules
 from mpipipe.attention import Local
 from mpipipe.checkpoint import contents
 from mpipipe.language.models import GPT
+from mpipipe.language.models.model_folder import open_model
+from mpipipe.language.models.weights import own_arrays
+from mpipipe.nn import announce_write
 
 MODEL = GPT(dim=8, layers=3, heads=2, kv_heads=1, hidden=12, seq_len=16, tied=True)
 HEAD = f"{2 * MODEL.layers + 1}.1.weight"  # the same as 0.weight
@@ -15,6 +18,12 @@ def cut(stages, numbers, seed=0, **keys):
     """The stages with these numbers of the model cut into so many."""
     layers, parts = MODEL.build(Local()), schedules.partition(MODEL.costs(), stages)
     return [nn.Stage(layers[slice(*parts[n])], seed=seed, first=parts[n][0], **keys) for n in numbers]
+
+
+def load_weights(folder, stages):
+    """Set parameters from the folder of a model, on one rank."""
+    announce_write(*stages)
+    open_model(folder).read(own_arrays(stages))
 
 
 def fill(optimizer):

@@ -1,7 +1,17 @@
 """The batches of a training of text, and bytes that continue a prompt, as plain functions."""
 
-from mpipipe.language.data.windows import read_windows, training_starts, validation_starts
-from mpipipe.language.inference.generation import continued
+from types import SimpleNamespace
+
+from mpipipe.job.group import group_of
+from mpipipe.language.data import windows
+from mpipipe.language.data.windows import read_windows
+from mpipipe.language.inference.generation import Sampling, answers, check_prompts
+
+
+def training_starts(length, *, seed, step, batch, rows, seq_len, order="random"):
+    """Where the windows of some rows of the batch of a step begin."""
+    config = SimpleNamespace(seed=seed, batch=batch, seq_len=seq_len, order=order)
+    return windows.training_starts(config, length, step, range(rows.start, rows.stop))
 
 
 def training_batch(tokens, *, seq_len, **which):
@@ -9,11 +19,17 @@ def training_batch(tokens, *, seq_len, **which):
     return read_windows(tokens, training_starts(len(tokens), seq_len=seq_len, **which), seq_len)
 
 
-def validation_batch(tokens, *, seq_len, **which):
+def validation_batch(tokens, *, index, batches, batch, rows, seq_len):
     """(inputs, targets) of some rows of a validation batch."""
-    return read_windows(tokens, validation_starts(len(tokens), seq_len=seq_len, **which), seq_len)
+    config = SimpleNamespace(eval_batches=batches, batch=batch, seq_len=seq_len)
+    starts = windows.validation_starts(config, len(tokens), index, range(rows.start, rows.stop))
+    return read_windows(tokens, starts, seq_len)
 
 
-def generate(decoder, prompt, count, **options):
+def generate(decoder, prompt, count, *, temperature, seed):
     """So many bytes that a model of bytes continues `prompt` with."""
-    return bytes(continued(decoder, prompt, count, 256, **options))
+    with group_of(decoder.mesh.comm).raise_together("the prompt"):
+        sampling = Sampling(temperature, seed)
+        check_prompts([prompt], count, 256)
+    (answer,) = answers(decoder, [prompt], count, sampling)
+    return bytes(answer.tokens)

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gpu_emulator.fixture import own_gpus
+from support.saved_model import load_weights
 from support.small_training import MODEL, config_in, metrics
 from support.tolerance import close, close_norm
 from support.training_tolerance import curve, path, roundings
@@ -14,7 +15,8 @@ from mpipipe import arrays, nn, optim
 from mpipipe.attention import Local
 from mpipipe.comm.nccl import sums
 from mpipipe.errors import BackendError, NonFiniteError
-from mpipipe.language.models import GPT, weights
+from mpipipe.language.models import GPT
+from mpipipe.language.models.model_folder import open_model
 from mpipipe.train import train
 from mpipipe.train.trainer import Trainer
 
@@ -128,15 +130,14 @@ def test_a_training_leaves_the_null_stream_alone(gpu, comm, config, seq):
 def test_weights_trained_on_the_gpu_load_on_the_host_and_back(gpu, comm, config, dtype):
     chosen = config(device="cuda", dtype=dtype, pipe=comm.size)
     train(chosen, GPT, comm)
-    folder = weights.folder_of(chosen.out)
-    found = weights.describe(folder)
+    found = open_model(chosen.out)
     assert found.dtype == "float32"
     host, device, other = (
-        nn.Stage(GPT(**found.model).build(Local()), dtype=kind, seed=seed, device=place)
+        nn.Stage(found.model.build(Local()), dtype=kind, seed=seed, device=place)
         for seed, (place, kind) in enumerate((("cpu", "float32"), ("cuda", dtype), ("cpu", dtype)))
     )
     for stage in (host, device, other):
-        weights.load(folder, [stage])
+        load_weights(chosen.out, [stage])
     there = {name: arrays.download(array) for name, array in device.parameters.items()}
     assert list(there) == list(host.parameters)
     for name, values in there.items():

@@ -47,7 +47,7 @@ def test_a_signal_just_before(launch, tmp_path, place):
     job = launch(2, AT.format(words=words, rank=rank, name=name, place=text, times=1))
     assert job.returncode == code, job.stderr
     if code == 0:
-        assert "mpipipe: ok steps=3 " in job.stdout and (tmp_path / "run/weights/model.json").exists()
+        assert "mpipipe: ok steps=3 " in job.stdout and (tmp_path / "run/weights/step-00000003/manifest.json").exists()
     else:
         said = f"mpipipe: {name} on rank {rank}: left before step 1 of 3; there is nothing to save\n"
         assert said in job.stdout and checkpoint.newest(tmp_path / "run") is None

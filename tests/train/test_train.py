@@ -17,7 +17,8 @@ from mpipipe import optim
 from mpipipe.errors import ArgumentError, BackendError, ConfigError, DataError, MismatchError, NonFiniteError
 from mpipipe.language import data
 from mpipipe.language.data import listing
-from mpipipe.language.models import GPT, weights
+from mpipipe.language.models import GPT
+from mpipipe.language.models.model_folder import open_model
 from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.train import train
 from mpipipe.train.trainer import Trainer
@@ -256,7 +257,7 @@ def test_half_precision_reaches_about_the_loss_of_single(comm, config, dtype, op
     # not a bound of rounding: two trainings part slowly, and one that is wrong is off by far more
     assert abs(found.validation / expected.validation - 1) < 0.02
     assert found.loss != expected.loss  # it did compute in another precision
-    assert weights.describe(weights.folder_of(half.out)).dtype == "float32"
+    assert open_model(half.out).dtype == "float32"
     last = metrics(half)[-1]
     assert ("loss_scale" in last) == (dtype == "float16") and "loss_scale" not in metrics(single)[-1]
 

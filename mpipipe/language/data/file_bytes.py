@@ -26,10 +26,7 @@ def read_bytes(path: Path, start: int, count: int) -> bytes:
         # This reference keeps it open, also where another thread forgets all files.
         opened = _opened(path)
         content = files.read_at(opened.descriptor, start, count)
-        if len(content) == count:
-            size = start + count
-        else:
-            size = os.fstat(opened.descriptor).st_size
+        size = os.fstat(opened.descriptor).st_size
     if len(content) < count:
         raise DataError(
             "a data file has become shorter since it was looked at",

@@ -14,7 +14,8 @@ import sysconfig
 from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import filterfalse, islice
 from pathlib import Path
 
 from mpipipe import files
@@ -22,7 +23,6 @@ from mpipipe.errors import ConfigError, DataError
 from mpipipe.language.data.file_bytes import fingerprint, forget_files, size_of
 from mpipipe.language.data.source import Source, Tokens
 from mpipipe.language.data.token_files import (
-    Documents,
     FileIntegers,
     FileTokens,
     TokenFacts,
@@ -55,7 +55,7 @@ class DataListing:
     the standard library. `token_files` is empty for files of text.
     """
 
-    entries: tuple[tuple[str, int], ...]
+    entries: tuple[tuple[Path, int], ...]
     fingerprint: str
     vocab: int = BYTES
     unit: str = "bytes"
@@ -97,7 +97,7 @@ class DataListing:
         texts = []
         for path, size in self.files:
             ids = FileIntegers(path, "|u1", size)
-            texts.append(TokenFile(ids, BYTES, Documents(path, (0,), (0,), size)))
+            texts.append(TokenFile(ids, path, (0,), (0,), size, vocab=BYTES))
         return texts
 
 
@@ -105,18 +105,12 @@ def find(paths: Sequence[str | Path], vocab: int | None = None) -> DataListing:
     """List the data and their kind; no paths stand for the source of the standard library."""
     forget_files()
     places = [Path(path) for path in paths]
-    tokens = []
-    for path in places:
-        if is_token_file(path):
-            tokens.append(path)
+    tokens = [*filter(is_token_file, places)]
     if tokens and len(tokens) < len(places):
-        others = []
-        for path in places:
-            if path not in tokens:
-                others.append(str(path))
+        others = map(str, filterfalse(is_token_file, places))
         raise DataError(
             "tokens and text cannot be mixed",
-            found=f"tokens in {tokens[0]}, none in {', '.join(others[:5])}",
+            found=f"tokens in {tokens[0]}, none in {', '.join(islice(others, 5))}",
             expected="tokens in all of them, or in none",
             remedy="tokenize the text, too: python -m mpipipe tokenize --tokenizer DIR TEXT --out "
             "FILE",
@@ -127,22 +121,18 @@ def find(paths: Sequence[str | Path], vocab: int | None = None) -> DataListing:
     if places:
         for path in places:
             listed += find_files(path)
-        names = [str(path) for path, _ in listed]
-    else:
-        folder = library_folder()
-        listed = []
-        for path, size in _walk(folder):
-            if path.suffix == ".py" and size:
-                listed.append((path, size))
-        names = [os.path.relpath(path, folder) for path, _ in listed]
-        if not listed:
-            raise DataError(
-                "the standard library's source is not installed here",
-                found=str(folder),
-                remedy=REMEDY,
-            )
-    entries = tuple((name, size) for name, (_, size) in zip(names, listed))
-    return DataListing(entries, fingerprint(listed), default=not places)
+        return DataListing(tuple(listed), fingerprint(listed))
+    folder = library_folder()
+    entries = []
+    for path, size in _walk(folder):
+        if path.suffix == ".py" and size:
+            listed.append((path, size))
+            entries.append((path.relative_to(folder), size))
+    if not listed:
+        raise DataError(
+            "the standard library's source is not installed here", found=str(folder), remedy=REMEDY
+        )
+    return DataListing(tuple(entries), fingerprint(listed), default=True)
 
 
 def _list_tokens(paths: Sequence[Path], vocab: int | None) -> DataListing:
@@ -152,9 +142,9 @@ def _list_tokens(paths: Sequence[Path], vocab: int | None) -> DataListing:
     """
     opened = [open_tokens(path) for path in paths]
     known = []
-    for path, one in zip(paths, opened):
-        if one.facts is not None:
-            known.append((path, one.facts))
+    for path, file in zip(paths, opened):
+        if file.facts is not None:
+            known.append((path, file.facts))
     _check_tokenizers(known, vocab)
     tokenizer = None
     if len(known) == len(opened):
@@ -162,15 +152,15 @@ def _list_tokens(paths: Sequence[Path], vocab: int | None) -> DataListing:
     if vocab is None and known:
         vocab = known[0][1].vocab
     elif vocab is None:
-        vocab = max(1, 1 + max(largest_id(one.ids) for one in opened))
+        vocab = max(1, 1 + max(largest_id(file.ids) for file in opened))
     sizes = []
     token_files = []
-    for one in opened:
-        sizes += [(path, size_of(path)) for path in one.paths]
-        token_files.append(TokenFile(one.ids, vocab, one.documents))
-    entries = tuple((str(path), size) for path, size in sizes)
+    for file in opened:
+        for path in (file.ids.path, file.index):
+            sizes.append((path, size_of(path)))
+        token_files.append(replace(file, vocab=vocab))
     content = fingerprint(sizes)
-    return DataListing(entries, content, vocab, "tokens", tokenizer, tuple(token_files))
+    return DataListing(tuple(sizes), content, vocab, "tokens", tokenizer, tuple(token_files))
 
 
 def _check_tokenizers(known: Sequence[tuple[Path, TokenFacts]], vocab: int | None) -> None:
@@ -234,7 +224,7 @@ def _held_out(token_files: Sequence[TokenFile]) -> tuple[FileTokens, FileTokens]
 
 def _by_documents(file: TokenFile) -> list[TokenPart]:
     """Return what is held out of a file between starts of documents, if that is about 5 %."""
-    starts = file.documents.starts
+    starts = file.first
     total = len(file)
 
     def next_start(position: int) -> int:

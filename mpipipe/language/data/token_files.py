@@ -19,7 +19,7 @@ import math
 import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
@@ -50,9 +50,6 @@ class FileIntegers(Sequence[int]):
         return self.length
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            start, stop, _ = index.indices(self.length)
-            return self.read(start, stop - start).tolist()
         if not 0 <= index < self.length:
             raise IndexError(f"entry {index} of {self.length}")
         return int(self.read(index, 1)[0])
@@ -71,27 +68,36 @@ class FileIntegers(Sequence[int]):
 
 
 @dataclass(frozen=True)
-class Documents:
-    """The documents of a file: the first token of each, and the bytes of text before it.
+class TokenFacts:
+    """The content of the .json next to a file of tokens.
 
-    `path` says so; the bytes are None where they are not known.
-
-    `nbytes` are those of all.
+    `tokenizer` and `index` are hashes, `end` is the end-of-text token.
     """
 
-    path: Path
-    starts: Sequence[int]
-    before: Sequence[int] | None = None
-    nbytes: int = 0
+    vocab: int
+    end: int | None
+    tokens: int
+    documents: int
+    nbytes: int
+    tokenizer: str
+    index: str
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """The tokens of one file: `ids` from 0 to below `vocab`, and its documents."""
+    """The tokens of one file: `ids` from 0 to below `vocab`, and its documents.
+
+    The file `index` has the `first` token of each document, and the bytes of text `before` it, of
+    `nbytes` in all; None where these are not known. `facts` is what `mpipipe tokenize` says.
+    """
 
     ids: FileIntegers
-    vocab: int
-    documents: Documents
+    index: Path
+    first: Sequence[int]
+    before: Sequence[int] | None = None
+    nbytes: int = 0
+    facts: TokenFacts | None = None
+    vocab: int = 0
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -106,13 +112,13 @@ class TokenFile:
 
     def starts(self, start: int, stop: int) -> np.ndarray:
         """As `Tokens.starts`; raises DataError where the index is damaged."""
-        rows = self.documents.starts
-        starts = np.array(rows[bisect_left(rows, start) : bisect_left(rows, stop)], np.int64)
+        numbers = range(bisect_left(self.first, start), bisect_left(self.first, stop))
+        starts = np.array([self.first[number] for number in numbers], np.int64)
         edges = np.concatenate([[start], starts, [stop - 1]])
         if starts.size and (np.diff(edges) < 0).any():
             raise DataError(
                 "the index of documents is damaged",
-                found=f"starts {starts.tolist()[:5]} in {self.documents.path}",
+                found=f"starts {starts.tolist()[:5]} in {self.index}",
                 expected=f"rising numbers from {start} to {stop - 1}",
                 remedy=REMEDY,
             )
@@ -123,22 +129,20 @@ class TokenFile:
 
         Within a document all tokens count as equally long.
         """
-        starts = self.documents.starts
-        before = self.documents.before
-        if before is None:
+        if self.before is None:
             return None
         # The last of several documents that begin here.
-        number = bisect_right(starts, position) - 1
+        number = bisect_right(self.first, position) - 1
         if number < 0:
             return 0
         stop = len(self)
-        after = self.documents.nbytes
-        if number + 1 < len(starts):
-            stop = starts[number + 1]
-            after = before[number + 1]
-        length = max(1, stop - starts[number])
-        share = (after - before[number]) * (position - starts[number]) // length
-        return before[number] + share
+        after = self.nbytes
+        if number + 1 < len(self.first):
+            stop = self.first[number + 1]
+            after = self.before[number + 1]
+        start = self.first[number]
+        before = self.before[number]
+        return before + (after - before) * (position - start) // max(1, stop - start)
 
 
 class TokenPart(NamedTuple):
@@ -180,7 +184,7 @@ class FileTokens(Tokens):
             pieces.append(part.file.read(first, last - first))
         if len(pieces) == 1:
             return pieces[0]
-        return np.concatenate([np.zeros(0, np.int64), *pieces]).astype(np.int64)
+        return np.concatenate([np.zeros(0, np.int64), *pieces])
 
     def starts(self, start: int, stop: int) -> np.ndarray:
         rows = [np.zeros(0, np.int64)]
@@ -213,22 +217,6 @@ DOCUMENTS = ".documents"
 MOST_FACTS = 1 << 20  # bytes of the first
 
 
-@dataclass(frozen=True)
-class TokenFacts:
-    """The content of the .json next to a file of tokens.
-
-    `tokenizer` and `index` are hashes, `end` is the end-of-text token.
-    """
-
-    vocab: int
-    end: int | None
-    tokens: int
-    documents: int
-    nbytes: int
-    tokenizer: str
-    index: str
-
-
 def beside(path: Path, end: str) -> Path:
     """The path of a file next to a file of tokens."""
     return path.with_name(path.name + end)
@@ -251,20 +239,11 @@ def is_token_file(path: Path) -> bool:
         return False
 
 
-class OpenedTokens(NamedTuple):
-    """A file of tokens with all its `paths`, and what `mpipipe tokenize` says of it."""
-
-    ids: FileIntegers
-    documents: Documents
-    facts: TokenFacts | None
-    paths: tuple[Path, ...]
-
-
-def open_tokens(path: Path) -> OpenedTokens:
-    """Open what `is_token_file` accepts; raise DataError if it is damaged or foreign."""
+def open_tokens(path: Path) -> TokenFile:
+    """Open what `is_token_file` accepts, without `vocab`; DataError if damaged or foreign."""
     pair = megatron_pair(path)
     if pair is not None:
-        return OpenedTokens(*_open_megatron(pair), None, pair)
+        return _open_megatron(*pair)
     place = beside(path, FACTS)
     rows = beside(path, DOCUMENTS)
     with files.reading(
@@ -289,9 +268,9 @@ def open_tokens(path: Path) -> OpenedTokens:
         content.update(block.data)
     if content.hexdigest() != facts.index:
         raise _damaged(rows, f"checksum {content.hexdigest()}", facts.index)
-    starts = FileIntegers(rows, index.dtype, facts.documents, index.offset)
-    before = FileIntegers(rows, index.dtype, facts.documents, index.offset + 8 * facts.documents)
-    return OpenedTokens(ids, Documents(rows, starts, before, facts.nbytes), facts, (path, rows))
+    first = replace(index, length=facts.documents)
+    before = replace(first, offset=first.offset + 8 * facts.documents)
+    return TokenFile(ids, rows, first, before, facts.nbytes, facts)
 
 
 def largest_id(ids: FileIntegers) -> int:
@@ -359,10 +338,6 @@ class MegatronStarts(Sequence[int]):
         return max(0, len(self.first_sequence) - 1)  # the last entry is the end
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        if not 0 <= index < len(self):
-            raise IndexError(f"document {index} of {len(self)}")
         sequence = self.first_sequence[index]
         if sequence == len(self.byte_of):
             return self.tokens
@@ -380,14 +355,13 @@ def megatron_pair(path: Path) -> tuple[Path, Path] | None:
     return None
 
 
-def _open_megatron(pair: tuple[Path, Path]) -> tuple[FileIntegers, Documents]:
-    tokens, index = pair
+def _open_megatron(tokens: Path, index: Path) -> TokenFile:
     size = size_of(index)
-    head = read_bytes(index, 0, min(size, MEGATRON_HEADER.size))
-    if len(head) < MEGATRON_HEADER.size or not head.startswith(MEGATRON_MAGIC):
+    content = read_bytes(index, 0, size)
+    if size < MEGATRON_HEADER.size or not content.startswith(MEGATRON_MAGIC):
         expected = f"an index that begins {MEGATRON_MAGIC!r}"
-        raise _bad_index(index, f"{size} bytes that begin with {head[:9]!r}", expected)
-    _, version, code, sequences, entries = MEGATRON_HEADER.unpack(head)
+        raise _bad_index(index, f"{size} bytes that begin with {content[:9]!r}", expected)
+    _, version, code, sequences, entries = MEGATRON_HEADER.unpack_from(content)
     if version != 1 or code not in MEGATRON_DTYPES:
         raise _bad_index(
             index, f"version {version}, dtype {code}", "version 1, and a dtype of integers"
@@ -397,13 +371,28 @@ def _open_megatron(pair: tuple[Path, Path]) -> tuple[FileIntegers, Documents]:
         expected = f"{needed} for {sequences} sequences and {entries} entries of documents"
         raise _bad_index(index, f"{size} bytes", expected)
     dtype = MEGATRON_DTYPES[code]
-    offset = MEGATRON_HEADER.size
-    lengths = FileIntegers(index, "<i4", sequences, offset)
-    byte_of = FileIntegers(index, "<i8", sequences, offset + 4 * sequences)
-    first_sequence = FileIntegers(index, "<i8", entries, offset + 12 * sequences)
     itemsize = np.dtype(dtype).itemsize
-    total = _checked_total(lengths, byte_of, itemsize)
-    _check_documents(first_sequence, sequences)
+    offset = MEGATRON_HEADER.size
+    lengths = np.frombuffer(content, "<i4", sequences, offset).astype(np.int64)
+    places = np.frombuffer(content, "<i8", sequences, offset + 4 * sequences)
+    documents = np.frombuffer(content, "<i8", entries, offset + 12 * sequences)
+    following = (np.cumsum(lengths) - lengths) * itemsize
+    wrong = np.flatnonzero((places != following) | (lengths < 0))
+    if wrong.size:
+        entry = wrong[0]
+        raise _bad_index(
+            index,
+            f"sequence {entry} of {lengths[entry]} tokens at byte {places[entry]}",
+            f"at byte {following[entry]}, after the one before it",
+        )
+    if documents[:1].any() or (documents[1:] < documents[:-1]).any():
+        problem = "entries of documents out of order"
+        raise _bad_index(index, problem, f"numbers from 0 to {sequences}")
+    last = max(documents[-1:], default=0)
+    if last != sequences:
+        problem = f"a last entry of documents of {last}"
+        raise _bad_index(index, problem, f"{sequences}, all sequences")
+    total = int(lengths.sum())
     if size_of(tokens) != total * itemsize:
         raise DataError(
             "the tokens do not fit their index",
@@ -411,45 +400,10 @@ def _open_megatron(pair: tuple[Path, Path]) -> tuple[FileIntegers, Documents]:
             expected=f"{total * itemsize} for {total} tokens, as in {index}",
             remedy=REMEDY,
         )
-    starts = MegatronStarts(first_sequence, byte_of, itemsize, total)
-    return FileIntegers(tokens, dtype, total), Documents(index, starts)
-
-
-def _checked_total(lengths: FileIntegers, byte_of: FileIntegers, itemsize: int) -> int:
-    """Return the number of tokens; raise DataError unless sequences follow each other."""
-    total = 0
-    for start, block in lengths.blocks():
-        sizes = block.astype(np.int64)
-        places = byte_of.read(start, len(block))
-        ends = total + np.cumsum(sizes)
-        expected = (ends - sizes) * itemsize
-        wrong = np.flatnonzero((places != expected) | (sizes < 0))
-        if wrong.size:
-            entry = int(wrong[0])
-            raise _bad_index(
-                lengths.path,
-                f"sequence {start + entry} of {sizes[entry]} tokens at byte {places[entry]}",
-                f"at byte {expected[entry]}, after the one before it",
-            )
-        total = int(ends[-1])
-    return total
-
-
-def _check_documents(first_sequence: FileIntegers, sequences: int) -> None:
-    """Raise DataError unless the entries of documents rise from 0 to the number of sequences."""
-    last = 0
-    for start, numbers in first_sequence.blocks():
-        steps = np.diff(numbers, prepend=last)
-        if (steps < 0).any() or numbers.max() > sequences or (start == 0 and numbers[0] != 0):
-            raise _bad_index(
-                first_sequence.path,
-                "entries of documents out of order",
-                f"numbers from 0 to {sequences}",
-            )
-        last = int(numbers[-1])
-    if last != sequences:
-        raise _bad_index(
-            first_sequence.path,
-            f"a last entry of documents of {last}",
-            f"{sequences}, all sequences",
-        )
+    starts = MegatronStarts(
+        FileIntegers(index, "<i8", entries, offset + 12 * sequences),
+        FileIntegers(index, "<i8", sequences, offset + 4 * sequences),
+        itemsize,
+        total,
+    )
+    return TokenFile(FileIntegers(tokens, dtype, total), index, starts)

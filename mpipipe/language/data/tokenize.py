@@ -122,12 +122,9 @@ class Encoder:
         self.tokenizer = tokenizer
         self.lengths = array("q")
         self.nbytes = array("q")
-        ends: tuple[int, ...] = ()
-        if tokenizer.end is not None:
-            ends = (tokenizer.end,)
-        self._after = tokenizer.after
-        if self._after[-1:] != ends:
-            self._after = (*self._after, *ends)
+        self._after = [*tokenizer.after]
+        if tokenizer.end is not None and self._after[-1:] != [tokenizer.end]:
+            self._after.append(tokenizer.end)
         self.dtype = dtype_for(tokenizer.vocab)
 
     def encode(self, documents: Sequence[Document]) -> np.ndarray:

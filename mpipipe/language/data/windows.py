@@ -15,40 +15,32 @@ from hashlib import blake2b
 
 import numpy as np
 
+from mpipipe.language.config import TrainConfig
 from mpipipe.language.data.source import Tokens
 from mpipipe.nn import random_key
 
 
-def training_starts(
-    length: int,
-    *,
-    seed: int,
-    step: int,
-    batch: int,
-    rows: slice,
-    seq_len: int,
-    order: str = "random",
-) -> list[int]:
+def training_starts(config: TrainConfig, length: int, step: int, rows: range) -> list[int]:
     """Return where the windows of these rows of a step's batch begin, in `length` tokens."""
-    if order == "random":
-        return generator(seed, "training", step).integers(0, length - seq_len, batch)[rows].tolist()
+    seq_len = config.seq_len
+    if config.order == "random":
+        numbers = generator(config.seed, "training", step)
+        batch = numbers.integers(0, length - seq_len, config.batch)
+        return batch[rows.start : rows.stop].tolist()
     count = (length - 1) // seq_len  # windows of an epoch; what is left at the end is left out
-    numbers = range(step * batch, (step + 1) * batch)[rows]
     starts = []
-    for number in numbers:
-        epoch, place = divmod(number, count)
-        key = random_key("epoch", epoch, seed).tobytes()
+    for row in rows:
+        epoch, place = divmod(step * config.batch + row, count)
+        key = random_key("epoch", epoch, config.seed).tobytes()
         starts.append(shuffled(place, count, key) * seq_len)
     return starts
 
 
-def validation_starts(
-    length: int, *, index: int, batches: int, batch: int, rows: slice, seq_len: int
-) -> list[int]:
+def validation_starts(config: TrainConfig, length: int, index: int, rows: range) -> list[int]:
     """Return where the windows of these rows of a validation batch begin: spread evenly."""
-    last = length - seq_len - 1
-    numbers = range(index * batch, (index + 1) * batch)[rows]
-    return [number * last // max(1, batches * batch - 1) for number in numbers]
+    last = length - config.seq_len - 1
+    most = max(1, config.eval_batches * config.batch - 1)
+    return [(index * config.batch + row) * last // most for row in rows]
 
 
 def read_windows(

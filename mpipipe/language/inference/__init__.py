@@ -12,7 +12,7 @@ from mpipipe.language.inference.evaluation import (
     perplexity,
 )
 from mpipipe.language.inference.generation import (
-    Drawn,
+    Answer,
     Sampling,
     answers,
     build_decoder,

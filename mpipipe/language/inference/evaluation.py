@@ -16,17 +16,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from mpipipe import arrays, nn
 from mpipipe.arrays import Array
 from mpipipe.attention import kernels
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError, DataError, NonFiniteError
 from mpipipe.job import group_of
-from mpipipe.language.data import Tokens, check_tokenizer, find, glance
+from mpipipe.language.data import DataListing, Tokens, check_tokenizer, find, glance
+from mpipipe.language.data.windows import read_windows
 from mpipipe.language.inference.generation import forward_plan
-from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.model_folder import ModelFolder
 from mpipipe.pipeline import Pipeline
 from mpipipe.text import counted
@@ -60,26 +58,24 @@ class WindowLosses(nn.HeadCrossEntropy):
     With `slices` of the head the output is the losses themselves.
     """
 
-    def __init__(self, stage: nn.Stage, slices: bool = False) -> None:
+    def __init__(self, stage: nn.Stage, slices: bool) -> None:
         self.stage = stage
         self.mean_of = nn.mean_of_losses
         if not slices:
             self.mean_of = super().__call__
             super().__init__(stage)
-        self.tokens = 0
         self.nats: list[float] = []  # sum for each micro-batch
         self._noted: list[tuple[int, float | Array]] = []  # (tokens, mean loss), in order
 
     def __call__(self, output: Array, target: Array, factor: float = 1.0) -> tuple[float, None]:
         """Note the loss of a micro-batch. The 0 that is returned is no loss."""
-        value, _ = self.mean_of(output, target)
-        self._noted.append((target.size, value))
+        self._noted.append((target.size, self.mean_of(output, target)[0]))
         return 0.0, None
 
     def settle(self) -> None:
-        """Add up what was noted, on the host; raise NonFiniteError for NaN and infinity."""
+        """Add what was noted, on the host; raise NonFiniteError for NaN and infinity."""
         for count, value in self._noted:
-            mean = float(arrays.download(value) if arrays.is_device(value) else value)
+            mean = float(arrays.download(value))
             if not math.isfinite(mean):
                 raise NonFiniteError(
                     "the loss of a window is not finite",
@@ -87,7 +83,6 @@ class WindowLosses(nn.HeadCrossEntropy):
                     expected="finite numbers",
                     remedy="take weights of a training whose loss is finite, or a wider dtype",
                 )
-            self.tokens += count
             self.nats.append(mean * count)
         self._noted.clear()
 
@@ -105,31 +100,20 @@ def count_windows(tokens: Tokens, length: int) -> int:
     return count
 
 
+@dataclass(frozen=True)
 class Evaluator:
     """A pipeline that evaluates some windows in each micro-batch.
 
-    `losses` is None but after the last stage.
+    `losses` is None but after the last stage; `share` is the windows of a replica in one call.
     """
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        losses: WindowLosses | None,
-        mesh: Mesh,
-        shard: Shard,
-        *,
-        rows: int,
-        model: GPT,
-    ) -> None:
-        self.pipeline = pipeline
-        self.losses = losses
-        self.mesh = mesh
-        self.shard = shard
-        self.labels = model.head_slices > 1
-        placement = pipeline.schedule.placement
-        self.first = mesh.pipe.rank == placement[0]
-        self.last = mesh.pipe.rank == placement[-1]
-        self.share = rows * pipeline.schedule.microbatches  # windows of a replica in one call
+    pipeline: Pipeline
+    losses: WindowLosses | None
+    mesh: Mesh
+    shard: Shard
+    first: bool
+    share: int
+    labels: bool
 
     def run(self, tokens: Tokens, length: int, windows: int) -> Evaluation:
         """Evaluate the first `windows` windows; collective, with the result on every rank."""
@@ -137,36 +121,25 @@ class Evaluator:
         replicas = self.mesh.data
         at_once = self.share * replicas.size
         for start in range(0, windows, at_once):
-            stop = min(start + at_once, windows)
-            numbers = range(start + replicas.rank, stop, replicas.size)
+            numbers = range(start + replicas.rank, min(start + at_once, windows), replicas.size)
             with group.raise_together("evaluate: reading the data"):
-                inputs, targets = self._batch(tokens, numbers, length)
+                # A replica without windows takes the first one, which does not count.
+                starts = [number * length for number in numbers or (0,)]
+                inputs, targets = map(self.shard.part, read_windows(tokens, starts, length))
             if self.labels:
                 inputs = arrays.Branches(inputs, labels=targets)
-            self.pipeline.evaluate(inputs if self.first else None, targets if self.last else None)
+            self.pipeline.evaluate(inputs if self.first else None, targets if self.losses else None)
             with group.raise_together("evaluate: the losses"):
                 if self.losses is not None and numbers:
                     self.losses.settle()
-        part = (0, 0.0)
+        nats = 0.0
         if self.losses is not None:
-            part = (self.losses.tokens, math.fsum(self.losses.nats))
-        counts, nats = zip(*group.gather("evaluate: all losses", part))
-        loss = math.fsum(nats) / sum(counts)
+            nats = math.fsum(self.losses.nats)
+        loss = math.fsum(group.gather("evaluate: all losses", nats)) / (windows * length)
         bits = None
         if tokens.nbytes is not None:
             bits = loss / math.log(2) / (tokens.nbytes / len(tokens))
-        return Evaluation(sum(counts), loss, bits)
-
-    def _batch(
-        self, tokens: Tokens, numbers: Sequence[int], length: int
-    ) -> tuple[Array, np.ndarray]:
-        """Return inputs and targets of this rank: its positions of each window."""
-        # A replica without windows takes one of zeros.
-        read = np.zeros((max(1, len(numbers)), length + 1), np.int64)
-        for row, number in zip(read, numbers):
-            row[:] = tokens.read(number * length, length + 1)
-        cut = self.shard.part
-        return np.ascontiguousarray(cut(read[:, :-1])), np.ascontiguousarray(cut(read[:, 1:]))
+        return Evaluation(windows * length, loss, bits)
 
 
 @contextmanager
@@ -189,27 +162,26 @@ def build_evaluator(
                 expected=f"at most {model.seq_len}, the length of its sequences",
             )
         plan = forward_plan(model, mesh.pipe.size, rows or max(1, TOKENS // length))
-    with group.raise_together("evaluate: the shards of windows"):
         shard = Shard(mesh.seq, "zigzag")
         attend = shard.attend(length, causal=True)
-        if mesh.seq.size == 1:
-            positions = None
-        else:
+        positions = None
+        if mesh.seq.size > 1:
             positions = shard.positions(length)
-    with group.raise_together("evaluate: the stages"):
         kernels.check_choice(device)
         layers = model.build(attend, positions, labels=True)
-        slices = model.head_slices > 1
+        labels = model.head_slices > 1
         plan = plan.with_names(layers)
         stages = plan.stages(mesh.pipe.rank, layers, dtype, 0, device)
         losses = None
         if mesh.pipe.rank == plan.schedule.placement[-1]:
-            losses = WindowLosses(stages[-1], slices)
+            losses = WindowLosses(stages[-1], labels)
     folder.load(stages, mesh)
     with Pipeline(
         stages, plan.schedule, mesh.pipe, loss=losses, replicas=mesh.replicas
     ) as pipeline:
-        yield Evaluator(pipeline, losses, mesh, shard, rows=plan.rows, model=model)
+        first = mesh.pipe.rank == plan.schedule.placement[0]
+        share = plan.rows * plan.schedule.microbatches
+        yield Evaluator(pipeline, losses, mesh, shard, first, share, labels)
 
 
 def open_tokens(folder: ModelFolder, paths: Sequence[str], mesh: Mesh) -> tuple[Tokens, str]:
@@ -218,14 +190,14 @@ def open_tokens(folder: ModelFolder, paths: Sequence[str], mesh: Mesh) -> tuple[
     They are read by position. Text is for models of bytes alone.
     """
     group = group_of(mesh.comm)
-    with group.raise_together("evaluate: the data"):
+
+    def listed() -> DataListing:
         if not paths:
             raise ConfigError("there is nothing to evaluate on", expected="files with --data")
-    listing = group.from_one(
-        "evaluate: the list of data",
-        lambda: find([Path(path).absolute() for path in paths], folder.model.vocab),
-    )
-    with group.raise_together("evaluate: the tokenizer"):
+        return find([Path(path).absolute() for path in paths], folder.model.vocab)
+
+    listing = group.from_one("evaluate: the list of data", listed)
+    with group.raise_together("evaluate: opening the data"):
         if folder.tokenizer() is not None:
             check_tokenizer(listing, folder.path)
         elif listing.unit == "bytes" and folder.model.vocab != 256:
@@ -234,7 +206,6 @@ def open_tokens(folder: ModelFolder, paths: Sequence[str], mesh: Mesh) -> tuple[
                 found=f"text in {listing.files[0][0]}, {folder.model.vocab} token ids in the model",
                 expected="files of tokens",
             )
-    with group.raise_together("evaluate: opening the data"):
         tokens = listing.whole()
         seen = glance(listing.files)
     group.agree(

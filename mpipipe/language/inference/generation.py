@@ -14,9 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from mpipipe.attention import KVCache, Local
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.even_split import even_split
-from mpipipe.job import RankGroup, group_of, raise_on_all
+from mpipipe.job import group_of
 from mpipipe.language.data.windows import generator
 from mpipipe.language.models.gpt import GPT, check_layers
 from mpipipe.pipeline import Pipeline
@@ -35,23 +34,16 @@ from mpipipe.planning import LayerPlan, attentions, check_memory, parameters_of
 LEAST = 4
 
 
-class Drawn(NamedTuple):
-    """One token of an answer; `ended` is "stop" or "count" for the last one, else None."""
-
-    prompt: int
-    token: int
-    ended: str | None
-
-
 @dataclass
-class _Sequence:
-    """A prompt with its answer so far."""
+class Answer:
+    """The answer to a prompt so far; `ended` is "stop" or "count" once it is whole."""
 
-    prompt: int
-    place: int  # number in the batch
-    tokens: list[int]
-    prompt_length: int
+    number: int
+    place: int  # in the batch
+    prompt: Sequence[int]
+    tokens: list[int] = field(default_factory=list)
     fed: int = 0  # tokens that the caches have, or are about to get
+    ended: str = ""
 
 
 class Piece(NamedTuple):
@@ -69,10 +61,9 @@ def check_prompts(prompts: Sequence[Sequence[int]], count: int, vocab: int) -> N
     if count < 1:
         raise ArgumentError("number of tokens to generate", found=count, expected="at least 1")
     for number, prompt in enumerate(prompts):
+        name = f"prompt {number}"
         if len(prompts) == 1:
             name = "the prompt"
-        else:
-            name = f"prompt {number}"
         if not prompt:
             raise ArgumentError(
                 f"{name} is empty", expected="at least one token, which the answer then continues"
@@ -88,91 +79,88 @@ def check_prompts(prompts: Sequence[Sequence[int]], count: int, vocab: int) -> N
 
 def answers(
     decoder: Decoder, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling
-) -> Iterator[Drawn]:
-    """Yield the tokens of the answers to all prompts as they are drawn; collective.
+) -> Iterator[Answer]:
+    """Yield the answers to all prompts in their order, each as soon as it is whole; collective.
 
     One rank draws for all: ranks whose logits differ in a last bit still write the same text.
     `check_prompts` has accepted the prompts, and an answer has `count` tokens at most. Raises
     NonFiniteError, on every rank.
     """
-    group = group_of(decoder.mesh.comm)
-    sequences = []
-    for number, prompt in enumerate(prompts):
-        sequences.append(_Sequence(number, number % decoder.batch, [*prompt], len(prompt)))
-    for first in range(0, len(sequences), decoder.batch):
-        unfinished = sequences[first : first + decoder.batch]
+    for first in range(0, len(prompts), decoder.batch):
+        batch = []
+        for place, prompt in enumerate(prompts[first : first + decoder.batch]):
+            batch.append(Answer(first + place, place, prompt))
+        unfinished = [*batch]
         while unfinished:
             logits = decoder.forward(_next_parts(unfinished, decoder.microbatches))
-            tokens = _draw_all(decoder, group, unfinished, logits, sampling)
-            for sequence, token in zip([*unfinished], tokens):
-                sequence.tokens.append(token)
-                ended = None
+            tokens = _draw_all(decoder, unfinished, logits, sampling)
+            for answer, token in zip([*unfinished], tokens):
+                answer.tokens.append(token)
                 if token in sampling.stop:
-                    ended = "stop"
-                elif len(sequence.tokens) - sequence.prompt_length == count:
-                    ended = "count"
-                if ended is not None:
-                    unfinished.remove(sequence)
-                yield Drawn(sequence.prompt, token, ended)
+                    answer.ended = "stop"
+                elif len(answer.tokens) == count:
+                    answer.ended = "count"
+                if answer.ended:
+                    unfinished.remove(answer)
+            while batch and batch[0].ended:
+                yield batch.pop(0)
 
 
-def _next_parts(sequences: Sequence[_Sequence], microbatches: int) -> list[list[Piece]]:
+def _next_parts(unfinished: Sequence[Answer], microbatches: int) -> list[list[Piece]]:
     """Return the micro-batches of the next forward: the tokens that caches do not have."""
     parts: list[list[Piece]] = []
-    for places in even_split(len(sequences), min(microbatches, -(-len(sequences) // LEAST))):
+    for places in even_split(len(unfinished), min(microbatches, -(-len(unfinished) // LEAST))):
         parts.append([])
-        for sequence in sequences[places.start : places.stop]:
-            parts[-1].append(Piece(sequence.place, sequence.fed, sequence.tokens[sequence.fed :]))
-            sequence.fed = len(sequence.tokens)
+        for answer in unfinished[places.start : places.stop]:
+            tokens = [*answer.prompt, *answer.tokens]
+            parts[-1].append(Piece(answer.place, answer.fed, tokens[answer.fed :]))
+            answer.fed = len(tokens)
     return parts
 
 
 def _draw_all(
-    decoder: Decoder,
-    group: RankGroup,
-    sequences: Sequence[_Sequence],
-    logits: Sequence[np.ndarray],
-    sampling: Sampling,
+    decoder: Decoder, unfinished: Sequence[Answer], logits: Sequence[np.ndarray], sampling: Sampling
 ) -> list[int]:
-    """Return the next token of each sequence, on every rank; collective."""
+    """Return the next token of each answer, on every rank; collective."""
     tokens: list[int] = []
-    error: NonFiniteError | None = None
-    if decoder.mesh.rank == decoder.drawing:
-        try:
-            for sequence, row in zip(sequences, logits):
-                number = len(sequence.tokens) - sequence.prompt_length
-                uniform = generator(sampling.seed, "sample", number, sequence.prompt)
+    group = group_of(decoder.mesh.comm)
+    with group.raise_together("generate: the next tokens"):
+        if decoder.mesh.rank == decoder.drawing:
+            for answer, row in zip(unfinished, logits):
+                place = len(answer.tokens)
+                uniform = generator(sampling.seed, "sample", place, answer.number)
                 tokens.append(draw(row, sampling, uniform))
-        except NonFiniteError as caught:
-            error = caught
-    tokens, error = group.broadcast("generate: the next tokens", (tokens, error), decoder.drawing)
-    if error is not None:
-        raise_on_all(decoder.drawing, error, group)
-    return tokens
+    return group.broadcast("generate: the next tokens", tokens, decoder.drawing)
 
 
 # -- A pipeline that continues sequences of tokens: layers with caches of keys and values
 
 
-LoadWeights = Callable[[Sequence[nn.Stage]], None]
+LoadWeights: TypeAlias = Callable[[Sequence[nn.Stage]], None]
 
 
+# The pieces of each micro-batch of a forward: the decoder sets them, caches read them.
+Underway: TypeAlias = list[Sequence[Piece]]
+
+
+@dataclass(frozen=True)
 class Decoder:
-    """A pipeline of stages with caches, for as many sequences at once as `batch`.
+    """A pipeline of stages with caches, for as many sequences at once as `batch`."""
 
-    `first`: whether this rank takes the tokens; `drawing`: the rank of the mesh that has the
-    logits, and draws for all.
-    """
+    pipeline: Pipeline
+    mesh: Mesh
+    underway: Underway
+    batch: int
 
-    def __init__(self, pipeline: Pipeline, mesh: Mesh, underway: Underway, batch: int) -> None:
-        placement = pipeline.schedule.placement
-        self.pipeline = pipeline
-        self.mesh = mesh
-        self.batch = batch
-        self.microbatches = pipeline.schedule.microbatches
-        self.first = mesh.pipe.rank == placement[0]
-        self.drawing = mesh.rank_of(placement[-1], 0, 0)
-        self._underway = underway
+    @property
+    def microbatches(self) -> int:
+        """Most micro-batches of a forward."""
+        return self.pipeline.schedule.microbatches
+
+    @property
+    def drawing(self) -> int:
+        """The rank of the mesh that has the logits, and draws for all."""
+        return self.mesh.rank_of(self.pipeline.schedule.placement[-1], 0, 0)
 
     def forward(self, parts: Sequence[Sequence[Piece]]) -> list[np.ndarray]:
         """Run a forward of one to `microbatches` micro-batches, the same on every rank; collective.
@@ -180,9 +168,9 @@ class Decoder:
         Returns the logits (vocab,) after each piece, on the ranks of the last stage; none
         elsewhere.
         """
-        self._underway.parts = parts
+        self.underway[:] = parts
         inputs = None
-        if self.first:
+        if self.mesh.pipe.rank == self.pipeline.schedule.placement[0]:
             inputs = []
             for pieces in parts:
                 tokens: list[int] = []
@@ -196,13 +184,6 @@ class Decoder:
         return logits
 
 
-class Underway:
-    """The pieces of a forward: the decoder and its stages set them, caches read them."""
-
-    parts: Sequence[Sequence[Piece]] = ()  # for each micro-batch
-    pieces: Sequence[Piece] = ()  # the micro-batch under way
-
-
 class SequenceCaches(nn.Attend):
     """A KVCache for each sequence of a batch, in one layer."""
 
@@ -212,59 +193,51 @@ class SequenceCaches(nn.Attend):
         self.window = window
         self.poll: Callable[[], object] = lambda: None
         self.caches: dict[int, KVCache] = {}
+        self.pieces: Sequence[Piece] = ()  # of the micro-batch under way
+
+    def begin(self, position: nn.Position) -> None:
+        self.pieces = self.underway[position.microbatch]
 
     def positions(self, rows: int) -> np.ndarray:
         positions: list[int] = []
-        for piece in self.underway.pieces:
+        for piece in self.pieces:
             positions += range(piece.start, piece.start + len(piece.tokens))
         return np.array(positions)
 
     def forward(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, None]:
         outs = []
         stop = 0
-        for piece in self.underway.pieces:
+        for piece in self.pieces:
             if piece.start == 0:
                 self.caches[piece.sequence] = KVCache(self.capacity, self.window)
             cache = self.caches[piece.sequence]
             cache.poll = self.poll
             start = stop
-            stop = stop + len(piece.tokens)
-            outs.append(cache.forward(q[:, start:stop], k[:, start:stop], v[:, start:stop])[0])
+            stop += len(piece.tokens)
+            outs.append(cache.forward(*(array[:, start:stop] for array in (q, k, v)))[0])
         return np.concatenate(outs, axis=1), None
 
     def backward(self, dout: arrays.Array, saved: object, room: object = None) -> NoReturn:
         raise ArgumentError("a decoder has no backward")
 
 
-class DecodingStage:
-    """A stage of a decoder, which computes the logits after each piece of a micro-batch.
+class LastRows(nn.Sequential):
+    """Layers that take the last row of each piece of a micro-batch: the norm, and the head.
 
-    `inner_stages`: what it has of the layers before the head, and of the head; either may have no
-    layers. `rows`: rows that a head is given at most which other stages go on with, since the
-    shapes of messages must follow from those of the inputs; 0 for one that this stage has as a
-    whole.
+    `rows`: rows that a head is given at most which other stages go on with, since the shapes of
+    messages must follow from those of the inputs; 0 for one that this stage has as a whole.
     """
 
-    def __init__(
-        self, inner_stages: list[nn.Stage], underway: Underway, begins_head: bool, rows: int
-    ) -> None:
-        self.inner_stages = inner_stages
+    def __init__(self, layers: Sequence[nn.Layer], underway: Underway, rows: int) -> None:
+        super().__init__(layers)
         self.underway = underway
-        self.begins_head = begins_head
         self.rows = rows
 
-    def forward(self, x: arrays.Array) -> tuple[arrays.Array, None]:
-        """Return hidden states, or what the head makes of the last one of each piece."""
-        *body, last = self.inner_stages
-        pieces = self.underway.parts[self.inner_stages[0].position.microbatch]
-        self.underway.pieces = pieces
-        for stage in body:
-            x, _ = stage.forward(x)
-        if self.begins_head:
-            ends = [*np.cumsum([len(piece.tokens) for piece in pieces]) - 1]
-            ends += [0] * (min(self.rows, x.shape[1]) - len(ends))
-            x = np.ascontiguousarray(x[:, ends])
-        return last.forward(x)[0], None
+    def forward(self, x: arrays.Array) -> tuple[arrays.Array, nn.Saved]:
+        pieces = self.underway[self.stage.position.microbatch]
+        ends = [*np.cumsum([len(piece.tokens) for piece in pieces]) - 1]
+        ends += [0] * (min(self.rows, x.shape[1]) - len(ends))
+        return super().forward(np.ascontiguousarray(x[:, ends]))
 
 
 @contextmanager
@@ -291,16 +264,14 @@ def build_decoder(
     group = group_of(mesh.comm)
     # There are no labels.
     schedule = replace(plan.schedule.forward_only_part(plan.schedule.microbatches), skips=())
-    with group.raise_together("generate: the memory of a decoder"):
-        check_decoding(model, plan, mesh.pipe.rank, dtype, (batch, capacity))
-    underway = Underway()
+    underway: Underway = []
 
     def attend(window: int | None = None) -> SequenceCaches:
         return SequenceCaches(underway, capacity, min(window or model.seq_len, model.seq_len))
 
-    layers = model.build(attend)
-    with group.raise_together("generate: the positions"):
-        longest = longest_text(layers)
+    with group.raise_together("generate: the decoder"):
+        check_decoding(model, plan, mesh.pipe.rank, dtype, (batch, capacity))
+        longest = longest_text(model)
         if longest is not None and capacity > longest:
             raise ConfigError(
                 "the text would be longer than the model's learned positions",
@@ -309,26 +280,15 @@ def build_decoder(
                 "the end",
                 remedy="generate fewer tokens, or give a shorter prompt",
             )
-    with group.raise_together("generate: the stages"):
-        stages: list[Any] = []
-        every = []
+        layers = model.build(attend)
         head = len(layers) - model.head_slices
-        for start, stop in plan.ranges_of(mesh.pipe.rank):
-            begins = start <= head < stop
-            if begins:
-                cuts = [start, head, stop]
-            else:
-                cuts = [start, stop]
-            inner = []
-            for low, high in pairwise(cuts):
-                inner.append(nn.Stage(layers[low:high], dtype=dtype, first=low))
-            every += inner
-            rows = 0
-            if stop < len(layers):
-                rows = batch
-            stages.append(DecodingStage(inner, underway, begins, rows))
+        rows = 0
+        if head < plan.layer_ranges[-1][0]:
+            rows = batch
+        layers[head] = LastRows([*layers[head].children.values()], underway, rows)
+        stages = plan.stages(mesh.pipe.rank, layers, dtype, 0)
     with group.raise_together("generate: the parameters"):
-        load_weights(every)
+        load_weights(stages)
     with Pipeline(stages, schedule, mesh.pipe, replicas=mesh.replicas) as pipeline:
         yield Decoder(pipeline, mesh, underway, batch)
 
@@ -339,26 +299,20 @@ IN_FLIGHT = 4
 
 def forward_plan(model: GPT, ranks: int, rows: int = 1) -> LayerPlan:
     """Return the cut of a model for forwards of `rows` rows; raise ConfigError."""
-    if ranks == 1:
-        microbatches = 1
-    else:
+    microbatches = 1
+    if ranks > 1:
         microbatches = IN_FLIGHT * ranks
     check_layers(model.layers)
     schedule = schedules.forward_only(ranks, 1, microbatches)
     return LayerPlan(schedule, schedules.partition(model.costs(), schedule.stages), rows)
 
 
-def longest_text(layers: Sequence[nn.Layer]) -> int | None:
+def longest_text(model: GPT) -> int | None:
     """Return the most tokens of a text with learned positions; None for other models.
 
     The last token is not read.
     """
-    counts = []
-    for top in layers:
-        for _, layer in top.walk(""):
-            if isinstance(layer, nn.LearnedPositions):
-                counts.append(layer.count + 1)
-    return min(counts, default=None)
+    return model.max_positions and model.max_positions + 1
 
 
 def check_decoding(
@@ -428,23 +382,7 @@ def draw(logits: np.ndarray, sampling: Sampling, uniform: np.random.Generator) -
     return int(np.searchsorted(cumulative, uniform.random() * cumulative[-1], side="right"))
 
 
-# -- Text from a model, and how text of unknown content is shown -----------------------------------
-
-
-def continued(
-    decoder: Decoder,
-    prompt: Sequence[int],
-    count: int,
-    vocab: int,
-    *,
-    temperature: float,
-    seed: int,
-) -> list[int]:
-    """Return `count` ids that continue a prompt, the same on every rank; collective."""
-    with group_of(decoder.mesh.comm).raise_together("generate: the prompt"):
-        sampling = Sampling(temperature=temperature, seed=seed)
-        check_prompts([prompt], count, vocab)
-    return [drawn.token for drawn in answers(decoder, [prompt], count, sampling)]
+# -- How text of unknown content is shown ----------------------------------------------------------
 
 
 def shown(text: str) -> str:

@@ -12,10 +12,11 @@ from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.job import Communicator, group_of
 from mpipipe.language.config import FROM_FOLDER, ModelOptions, TrainConfig
-from mpipipe.language.models import huggingface, model_folder
+from mpipipe.language.models import huggingface
 from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface import adapter
 from mpipipe.language.models.huggingface.families import expressed
+from mpipipe.language.models.model_folder import ModelFolder, open_on_all
 from mpipipe.language.models.weights import own_arrays
 from mpipipe.nn import announce_write, is_adapter
 from mpipipe.planning import layers_with
@@ -110,39 +111,22 @@ def parse_lora(text: str) -> nn.LoRA:
 # -- The model that a training begins from (--from) ------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PretrainedModel:
-    """The folder of the model to begin from, and what goes along with it."""
-
-    folder: model_folder.ModelFolder
-    origin: huggingface.Origin
-
-    def architecture(self, *, seq_len: int, dropout: float, **_: object) -> GPT:
-        """Return the model for sequences of a training, with the sizes of the folder."""
-        return replace(self.folder.model, seq_len=seq_len, dropout=dropout)
-
-
-def find_pretrained(
-    config: TrainConfig, comm: Communicator
-) -> tuple[TrainConfig, PretrainedModel | None]:
+def find_pretrained(config: TrainConfig, comm: Communicator) -> tuple[TrainConfig, ModelFolder]:
     """Open the folder to begin from, and return the configuration with its sizes; collective."""
-    if config.from_ is None:
-        return config, None
-    folder = model_folder.open_on_all(comm, config.from_)
-    call = "train: the model to begin from"
-    origin = group_of(comm).from_one(call, lambda: huggingface.Origin.of(folder.path))
-    with group_of(comm).raise_together(call):
-        model = folder.model
-        defaults = {entry.name: entry.default for entry in fields(config)}
-        for name in FROM_FOLDER:
+    folder = open_on_all(comm, str(config.from_))
+    sizes = {}
+    with group_of(comm).raise_together("train: the model to begin from"):
+        for entry in fields(config):
+            name = entry.name
+            if name not in FROM_FOLDER:
+                continue
             value = getattr(config, name)
-            size = getattr(model, name)
-            if value not in (defaults[name], size):
+            sizes[name] = getattr(folder.model, name)
+            if value not in (entry.default, sizes[name]):
                 raise ConfigError(
                     f"{name} contradicts the model to begin from",
                     found=f"{name} = {value}",
-                    expected=f"{size}, as in {folder.path}",
+                    expected=f"{sizes[name]}, as in {folder.path}",
                     remedy=f"leave out {name}: the architecture comes from the folder",
                 )
-        sizes = {name: getattr(model, name) for name in FROM_FOLDER}
-        return replace(config, **sizes), PretrainedModel(folder, origin)
+    return replace(config, **sizes), folder

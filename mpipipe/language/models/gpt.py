@@ -26,7 +26,6 @@ from mpipipe.nn import (
     check_slice_count,
     scaling_of,
 )
-from mpipipe.options import Values
 from mpipipe.planning import declared
 from mpipipe.text import counted
 
@@ -144,16 +143,11 @@ class GPT:
     head_slices: int = 1
 
     def __post_init__(self) -> None:
-        fields = vars(self)
-        check_sizes(fields)
-        if self.kv_heads is None:
-            heads = self.heads
-        else:
-            heads = self.kv_heads
-        check_heads({**fields, "kv_heads": heads})
-        check_positions(fields)
-        check_slice_count(self.head_slices, self.vocab)
+        check_fields(self)
         self._fill("kv_heads", self.heads)
+        check_heads(self)
+        check_positions(self)
+        check_slice_count(self.head_slices, self.vocab)
         if self.feed_forward == "gelu":
             self._fill("hidden", 4 * self.dim)
         self._fill("hidden", -(-8 * self.dim // (3 * 64)) * 64)
@@ -161,7 +155,7 @@ class GPT:
         if self.positions == "learned":
             self._fill("max_positions", self.seq_len)
         object.__setattr__(self, "windows", checked_windows(self.windows, self.layers))
-        object.__setattr__(self, "rope_scaling", checked_scaling(self.rope_scaling, self.rope_base))
+        object.__setattr__(self, "rope_scaling", checked_scaling(self.rope_scaling))
 
     def _fill(self, name: str, value: int) -> None:
         if getattr(self, name) is None:
@@ -330,107 +324,95 @@ Architecture: TypeAlias = Callable[..., GPT]
 # -- What the description of a GPT may say: its fields one by one, and together
 
 
-SIZES = (
-    "vocab",
-    "dim",
-    "layers",
-    "heads",
-    "kv_heads",
-    "hidden",
-    "seq_len",
-    "head_dim",
-    "head_slices",
-)
-CHOICES = {
-    "norm": ("rms", "layer"),
-    "positions": ("rotary", "learned"),
-    "feed_forward": ("swiglu", "gelu"),
-}
 # Transformer blocks, which is generous: cutting so many into stages takes some seconds.
 LAYERS = 4096
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]  # the types are looked at
+
+
+SIZES = ("vocab", "dim", "layers", "heads", "seq_len", "head_slices", *FILLED)
 SWITCHES = ("qkv_bias", "out_bias", "qk_norm", "feed_forward_bias")
+# What a field may be by itself: whether a value fits, and the words for it.
+FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(SIZES, (_is_size, "an integer of at least 1")),
+    **dict.fromkeys(SWITCHES, (lambda value: type(value) is bool, "True or False")),
+    "norm": (("rms", "layer").__contains__, "'rms' or 'layer'"),
+    "positions": (("rotary", "learned").__contains__, "'rotary' or 'learned'"),
+    "feed_forward": (("swiglu", "gelu").__contains__, "'swiglu' or 'gelu'"),
+    "eps": (lambda value: _is_number(value) and value >= 0, "a finite number of at least 0"),
+    "embedding_scale": (
+        lambda value: _is_number(value) and value != 0,
+        "a finite number other than 0",
+    ),
+    "rope_base": (lambda value: _is_number(value) and value > 1, "a finite number above 1"),
+}
 
 
-def check_sizes(values: Values) -> None:
+def check_fields(model: GPT) -> None:
     """Raise ArgumentError unless each of these fields means something by itself."""
-    for name, value in values.items():
-        fits = True
-        expected = ""
-        if value is None and name in FILLED:
-            continue
-        if name in SIZES:
-            fits = _is_size(value)
-            expected = "an integer of at least 1"
-        elif name in CHOICES:
-            fits = value in CHOICES[name]
-            expected = " or ".join(map(repr, CHOICES[name]))
-        elif name in SWITCHES:
-            fits = type(value) is bool
-            expected = "True or False"
-        elif name == "eps":
-            fits = _is_number(value) and value >= 0
-            expected = "a finite number of at least 0"
-        elif name == "embedding_scale":
-            fits = _is_number(value) and value != 0
-            expected = "a finite number other than 0"
-        if not fits:
+    for name, (fits, expected) in FIELDS.items():
+        value = getattr(model, name)
+        if not fits(value) and not (value is None and name in FILLED):
             raise _wrong(name, value, expected)
 
 
-def check_heads(values: Values) -> None:
+def check_heads(model: GPT) -> None:
     """Raise ArgumentError unless the heads go together; `head_dim` may be None."""
-    dim = values["dim"]
-    heads = values["heads"]
-    head_dim = values["head_dim"]
-    rotary = values["positions"] == "rotary"
-    unit = heads
+    rotary = model.positions == "rotary"
+    unit = model.heads
+    expected = "dim a multiple of heads"
     if rotary:
-        unit = 2 * heads
-    if head_dim is None and dim % unit:
-        expected = "dim a multiple of heads"
-        if rotary:
-            expected = "dim a multiple of 2 x heads, since rotary positions turn pairs of elements"
+        unit *= 2
+        expected = "dim a multiple of 2 x heads, since rotary positions turn pairs of elements"
+    if model.head_dim is None and model.dim % unit:
         raise ArgumentError(
             "the heads do not divide the width of a GPT evenly",
-            found=f"dim {dim}, heads {heads}",
+            found=f"dim {model.dim}, heads {model.heads}",
             expected=expected,
-            remedy=f"for example dim = {-(-dim // unit) * unit}",
+            remedy=f"for example dim = {-(-model.dim // unit) * unit}",
         )
-    if head_dim is not None and rotary and head_dim % 2:
+    if model.head_dim is not None and rotary and model.head_dim % 2:
         raise ArgumentError(
             "head_dim of a GPT is odd",
-            found=f"head_dim {head_dim}",
+            found=f"head_dim {model.head_dim}",
             expected="pairs of elements, for rotary positions",
         )
-    if heads % values["kv_heads"]:
+    if model.heads % model.kv_heads:
         raise ArgumentError(
             "kv_heads of a GPT is no divisor of heads",
-            found=f"kv_heads {values['kv_heads']}, heads {heads}",
+            found=f"kv_heads {model.kv_heads}, heads {model.heads}",
         )
 
 
-def check_positions(values: Values) -> None:
+def check_positions(model: GPT) -> None:
     """Raise ArgumentError for options of rotary and of learned positions together."""
-    learned = values["positions"] == "learned"
+    learned = model.positions == "learned"
     name = "max_positions"
+    other = "learned"
     if learned:
         name = "rope_scaling"
-    if values[name] is not None:
+        other = "rotary"
+    value = getattr(model, name)
+    if value is not None:
         raise ArgumentError(
-            f"a GPT with {values['positions']} positions has no {name}",
-            found=f"{name} {values[name]!r}",
+            f"a GPT with {model.positions} positions has no {name}",
+            found=f"{name} {value!r}",
             expected="None",
-            remedy=f"say positions={'rotary' if learned else 'learned'!r}, or leave {name} out",
+            remedy=f"say positions={other!r}, or leave {name} out",
         )
-    most = values["max_positions"]
-    if learned and most is not None and (not _is_size(most) or most < values["seq_len"]):
-        raise _wrong("max_positions", most, f"an integer of at least seq_len, {values['seq_len']}")
+    most = model.max_positions
+    if most is not None and (not _is_size(most) or most < model.seq_len):
+        raise _wrong("max_positions", most, f"an integer of at least seq_len, {model.seq_len}")
 
 
-def checked_scaling(scaling: Any, base: Any) -> RopeScaling | None:
+def checked_scaling(scaling: Any) -> RopeScaling | None:
     """Return the scaling, made from a mapping where it is one."""
-    if not _is_number(base) or base <= 1:
-        raise _wrong("rope_base", base, "a finite number above 1")
     if isinstance(scaling, Mapping):
         return scaling_of(scaling)
     if scaling is not None and type(scaling) not in ROPE_SCALINGS.values():
@@ -464,14 +446,6 @@ def check_layers(layers: int) -> None:
             expected=f"at most {LAYERS:,}",
             remedy="lower layers",
         )
-
-
-def _is_size(value: object) -> bool:
-    return type(value) is int and value >= 1
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]  # the types are looked at
 
 
 def _wrong(name: str, value: object, expected: str) -> ArgumentError:

@@ -1,22 +1,20 @@
 """The one place where a folder that holds a model is opened, by whatever program it was written.
 
     what is in the folder, or below it     kind
-    weights/model.json, or model.json      "weights": a training of mpipipe that ended
+    weights/step-.../                      "weights": a training of mpipipe that ended
     config.json                            "huggingface": a model of Hugging Face
     manifest.json, step-.../, checkpoints/ "checkpoint": the newest of a training of mpipipe
 
-The kinds are asked in the order of `KINDS`. Opening reads a description and no parameters: one rank
+The kinds are looked for in this order. Opening reads a description and no parameters: one rank
 opens for all.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 
@@ -31,48 +29,50 @@ from mpipipe.language.data.tokenizer import NAME, Tokenizer, open_tokenizer
 from mpipipe.language.models import huggingface, weights
 from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface import writing
-from mpipipe.language.models.huggingface.folder import INDEX, PICKLES, SINGLE
+from mpipipe.language.models.huggingface.folder import INDEX, PICKLES, SINGLE, check_finite
 from mpipipe.language.models.huggingface.options import CONFIG, read_json
+from mpipipe.language.models.huggingface.reading import copy_to
 from mpipipe.nn import announce_write, is_adapter
 from mpipipe.options import Values
 from mpipipe.planning import declared
 from mpipipe.train import shared_path
 
 GENERATION = "generation_config.json"
+PREFIX = f"{checkpoint.PARAMETERS}/"  # of names in a checkpoint
+TRAIN_AGAIN = "train again, with a lower learning rate or clipped gradients"
 
 
 @dataclass(frozen=True)
-class ModelFolder(ABC):
+class ModelFolder:
     """A model on a disk: plain data, which can be sent to other ranks.
 
     path : the folder that has the parameters, and the tokenizer
     dtype : of the parameters, and by default of what a loaded model computes: float32 or float64
-    inode : of the folder when it was opened, None if it is never replaced
+    inode : of the folder when it was opened
+    kind : what `convert` calls it
+    origin : what goes along when the model is written again
+    folder : with the tensors of a model of Hugging Face; None for what a training has left
     """
 
     path: Path
     dtype: str
-    inode: int | None
-    kind: ClassVar[str]
+    inode: int
+    kind: str
+    origin: huggingface.Origin
+    model: GPT
+    folder: huggingface.Folder | None = None
 
-    @classmethod
-    @abstractmethod
-    def find(cls, path: Path) -> Path | None:
-        """Return the folder of this kind at `path` or below it, or None, without reading."""
-
-    @classmethod
-    @abstractmethod
-    def open(cls, folder: Path) -> ModelFolder:
-        """Read the description in a folder that `find` has found. Raises ArgumentError."""
-
-    @property
-    @abstractmethod
-    def model(self) -> GPT:
-        """The description of the model; ConfigError for sizes that no GPT has."""
-
-    @abstractmethod
     def read(self, parameters: Mapping[str, Array]) -> None:
         """Set arrays by their names in the model."""
+        if self.folder is not None:
+            huggingface.read(self.folder, parameters)
+            return
+        saved = checkpoint.read(self.path)
+        for name, array in parameters.items():
+            values = np.empty(array.shape, self.dtype)
+            checkpoint.read_arrays(saved, {f"{PREFIX}{name}": values})
+            check_finite(values, f"parameter {name}", self.path, TRAIN_AGAIN)
+            copy_to([array], values.astype(array.dtype, copy=False))
 
     def load(self, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
         """Set the parameters of this rank's stages, and read no others; collective."""
@@ -88,6 +88,9 @@ class ModelFolder(ABC):
 
     def with_slices(self, count: int) -> ModelFolder:
         """Return the folder of the model with its head in `count` slices, or raise ConfigError."""
+        if self.folder is not None:
+            model = replace(self.model, head_slices=count)
+            return replace(self, model=model, folder=replace(self.folder, model=model))
         slices = self.model.head_slices
         if slices != count:
             raise ConfigError(
@@ -106,14 +109,12 @@ class ModelFolder(ABC):
         if path.exists():
             facts: Values = read_json(path, "copy the folder again, or leave that file out")
         else:
-            facts = huggingface.Origin.of(self.path).config
+            facts = self.origin.config
         ids = facts.get("eos_token_id")
-        if isinstance(ids, list):
-            several = ids
-        else:
-            several = [ids]
+        if not isinstance(ids, list):
+            ids = [ids]
         vocab = self.model.vocab
-        return tuple(end for end in several if type(end) is int and 0 <= end < vocab)
+        return tuple(end for end in ids if type(end) is int and 0 <= end < vocab)
 
     def tokenizer(self) -> Tokenizer | None:
         """Return the tokenizer in the folder, None for a model of bytes; one rank calls this."""
@@ -122,148 +123,73 @@ class ModelFolder(ABC):
         return None
 
 
-@dataclass(frozen=True)
-class TrainingFolder(ModelFolder):
-    """What a training of this package wrote; `sizes` are those of the model."""
-
-    sizes: Values
-
-    @property
-    def model(self) -> GPT:
-        try:
-            sizes = dict(self.sizes)
-            # What older trainings call the length of sequences.
-            if "seq" in sizes:
-                sizes["seq_len"] = sizes.pop("seq")
-            return GPT(**sizes)
-        except (TypeError, ArgumentError) as error:
-            message = f"the sizes of the model are not those of a GPT: {error}"
-            raise ConfigError(message, found=str(self.path)) from error
-
-
-@dataclass(frozen=True)
-class WeightsFolder(TrainingFolder):
-    """The weights that a training writes at its end."""
-
-    kind = "weights"
-
-    @classmethod
-    def find(cls, path: Path) -> Path | None:
-        return _standing((path, weights.folder_of(path)), weights.DESCRIPTION)
-
-    @classmethod
-    def open(cls, folder: Path) -> WeightsFolder:
-        inode = checkpoint.folder_identity(folder)
-        description = weights.describe(folder)
-        return cls(folder, description.dtype, inode, description.model)
-
-    def read(self, parameters: Mapping[str, Array]) -> None:
-        weights.read(self.path, parameters)
-
-
-@dataclass(frozen=True)
-class CheckpointFolder(TrainingFolder):
-    """A checkpoint of a training."""
-
+def _open_training(path: Path) -> ModelFolder | None:
+    """Open the checkpoint at `path`, or the newest one below it; None if there is none."""
+    folder: Path | None = path
+    if not files.exists(path / checkpoint.MANIFEST):
+        folder = checkpoint.newest(checkpoint.standing_folder(path))
+    if folder is None:
+        return None
+    inode = checkpoint.folder_identity(folder)
+    saved = checkpoint.read(folder)
+    sizes = saved.state.get("model")
+    dtypes = {}
+    for content in saved.files.values():
+        for name, entry in content.arrays.items():
+            if name.startswith(PREFIX):
+                dtypes[name] = checkpoint.NAMES[entry.dtype]
+    if not isinstance(sizes, dict) or not dtypes:
+        raise ConfigError(
+            "the checkpoint is not one of `mpipipe train`",
+            found=str(folder),
+            expected="the sizes of its model",
+            remedy="load it with mpipipe.checkpoint",
+        )
+    if any(map(is_adapter, dtypes)):
+        raise ConfigError(
+            "the checkpoint has adapters apart from their matrices",
+            found=str(folder),
+            expected="a plain model",
+            remedy="let the training end: it leaves the model with its adapters merged; or go "
+            "on with --resume",
+        )
+    try:
+        model = GPT(**sizes)
+    except (TypeError, ArgumentError) as error:
+        message = f"the sizes of the model are not those of a GPT: {error}"
+        raise ConfigError(message, found=str(folder)) from error
     kind = "checkpoint"
-
-    @classmethod
-    def find(cls, path: Path) -> Path | None:
-        if files.exists(path / checkpoint.MANIFEST):
-            return path
-        return checkpoint.newest(path)
-
-    @classmethod
-    def open(cls, folder: Path) -> CheckpointFolder:
-        saved = checkpoint.read(folder)
-        sizes = saved.state.get("model")
-        entries = {}
-        for content in saved.files.values():
-            entries.update(content.arrays)
-        prefix = f"{checkpoint.PARAMETERS}/"
-        dtypes = []
-        for name, entry in entries.items():
-            if name.startswith(prefix):
-                dtypes.append(entry.dtype)
-        if not isinstance(sizes, dict) or not dtypes:
-            raise ConfigError(
-                "the checkpoint is not one of `mpipipe train`",
-                found=str(folder),
-                expected="the sizes of its model",
-                remedy="load it with mpipipe.checkpoint",
-            )
-        if any(map(is_adapter, entries)):
-            raise ConfigError(
-                "the checkpoint has adapters apart from their matrices",
-                found=str(folder),
-                expected="a plain model",
-                remedy="let the training end: it leaves the model with its adapters merged; or go "
-                "on with --resume",
-            )
-        return cls(folder, checkpoint.NAMES[dtypes[0]], None, sizes)
-
-    def read(self, parameters: Mapping[str, Array]) -> None:
-        names = {}
-        for name, array in parameters.items():
-            names[f"{checkpoint.PARAMETERS}/{name}"] = array
-        checkpoint.read_arrays(checkpoint.read(self.path), names)
-
-    def load(self, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
-        checkpoint.load(self.path, mesh, stages)  # compares the names of all ranks, too
+    if folder.parent.name == weights.FOLDER:
+        kind = weights.FOLDER
+    origin = huggingface.Origin.of(folder)
+    dtype = next(iter(dtypes.values()))
+    return ModelFolder(folder, dtype, inode, kind, origin, model)
 
 
-@dataclass(frozen=True)
-class HuggingFaceFolder(ModelFolder):
-    """A model with config.json and safetensors."""
-
-    folder: huggingface.Folder
-    kind = "huggingface"
-
-    @classmethod
-    def find(cls, path: Path) -> Path | None:
-        # Tensors without a config.json are such a folder, too, and an error when it is opened.
-        return _standing((path,), CONFIG, SINGLE, INDEX, *PICKLES)
-
-    @classmethod
-    def open(cls, folder: Path) -> HuggingFaceFolder:
-        inode = checkpoint.folder_identity(folder)
-        opened = huggingface.open_folder(folder)
-        stored = opened.config.get("dtype") or opened.config.get("torch_dtype")
-        # float32 holds bfloat16 and float16 as they are
-        return cls(folder, "float64" if stored == "float64" else "float32", inode, opened)
-
-    @property
-    def model(self) -> GPT:
-        return self.folder.model
-
-    def with_slices(self, count: int) -> ModelFolder:
-        model = replace(self.model, head_slices=count)
-        return replace(self, folder=replace(self.folder, model=model))
-
-    def read(self, parameters: Mapping[str, Array]) -> None:
-        huggingface.read(self.folder, parameters)
-
-
-def _standing(paths: Sequence[Path], *names: str) -> Path | None:
-    """Return the first of these folders that has a file of one of these names."""
-    for path in paths:
-        place = checkpoint.standing_folder(path)
-        for name in names:
-            if files.exists(place / name):
-                return place
-    return None
-
-
-KINDS: tuple[type[ModelFolder], ...] = (WeightsFolder, HuggingFaceFolder, CheckpointFolder)
+def _open_huggingface(path: Path) -> ModelFolder | None:
+    """Open the folder with config.json and safetensors at `path`; None if there is none."""
+    path = checkpoint.standing_folder(path)
+    # Tensors without a config.json are such a folder, too, and an error when it is opened.
+    names = (CONFIG, SINGLE, INDEX, *PICKLES)
+    if not any(files.exists(path / name) for name in names):
+        return None
+    inode = checkpoint.folder_identity(path)
+    opened = huggingface.open_folder(path)
+    # float32 holds bfloat16 and float16 as they are
+    dtype = "float32"
+    if (opened.config.get("dtype") or opened.config.get("torch_dtype")) == "float64":
+        dtype = "float64"
+    origin = huggingface.Origin(path, opened.config)
+    return ModelFolder(path, dtype, inode, "huggingface", origin, opened.model, opened)
 
 
 def open_model(path: str | Path) -> ModelFolder:
     """Open the model at `path`; one rank calls this. Raises ArgumentError."""
     path = Path(path)
-    for kind in KINDS:
-        folder = kind.find(path)
-        if folder is not None:
-            return kind.open(folder)
+    folder = _open_training(path / weights.FOLDER) or _open_huggingface(path)
+    folder = folder or _open_training(path)
+    if folder is not None:
+        return folder
     raise ArgumentError(
         "no model is here",
         found=f"{path}, {'a folder without one' if files.is_folder(path) else 'no folder'}",
@@ -298,7 +224,6 @@ def convert(
     folder = open_model(source)
     kind = dtype or folder.dtype
     model = folder.model
-    origin = huggingface.Origin.of(folder.path)
     if kind not in writing.FLOATS:
         raise ConfigError(
             "the dtype of a folder of Hugging Face",
@@ -306,50 +231,33 @@ def convert(
             expected=" or ".join(writing.FLOATS),
         )
     groups = groups_of(model, most, arrays.dtype(kind).itemsize)
-    huggingface.save(
-        Path(target),
-        model,
-        groups,
-        partial(read_group, folder, folder.dtype),
-        dtype=kind,
-        origin=origin,
-    )
-    what = f"{writing.config_of(model, kind, origin)[0].architecture} in {kind}"
+
+    def read(shapes: Mapping[str, Shape]) -> dict[str, np.ndarray]:
+        values = {name: np.empty(shape, folder.dtype) for name, shape in shapes.items()}
+        folder.read(values)
+        return values
+
+    huggingface.save(Path(target), model, groups, read, dtype=kind, origin=folder.origin)
+    what = f"{writing.config_of(model, kind, folder.origin)[0].architecture} in {kind}"
     return (
         f"converted {folder.path} ({folder.kind}) into {target}: {what}, {model.parameters:,} "
         "parameters"
     )
 
 
-def read_group(
-    folder: ModelFolder, dtype: str, shapes: Mapping[str, Shape]
-) -> dict[str, np.ndarray]:
-    """Read the parameters with these names and shapes."""
-    values = {}
-    for name, shape in shapes.items():
-        values[name] = np.empty(shape, arrays.dtype(dtype))
-    folder.read(values)
-    return values
-
-
 def groups_of(model: GPT, most: int, itemsize: int) -> list[dict[str, Shape]]:
     """Return names and shapes of parameters in groups of layers of at most `most` bytes."""
-    layers: list[dict[str, Shape]] = []
-    sizes = []
-    tops = model.build(Local())
-    first_of_head = len(tops) - model.head_slices
-    for place, top in enumerate(tops):
+    shapes: dict[int, dict[str, Shape]] = {}
+    sizes: Counter[int] = Counter()
+    for name, entry in declared(model.build(Local())).items():
         # The slices of a head are one tensor, and one group.
-        if place <= first_of_head:
-            layers.append({})
-            sizes.append(0)
-        for name, entry in declared([top], place).items():
-            layers[-1][name] = entry.shape
-            sizes[-1] += entry.size * itemsize
+        layer = min(int(name.partition(".")[0]), 2 * model.layers + 1)
+        shapes.setdefault(layer, {})[name] = entry.shape
+        sizes[layer] += entry.size * itemsize
     groups = []
-    for several in consecutive_bins(zip(layers, sizes), most):
-        group = {}
-        for shapes in several:
-            group.update(shapes)
+    for layers in consecutive_bins(sizes.items(), most):
+        group: dict[str, Shape] = {}
+        for layer in layers:
+            group.update(shapes[layer])
         groups.append(group)
     return groups

@@ -9,7 +9,7 @@ from support.token_files import write_tokens
 from support.tolerance import close, close_norm
 from support.training_tolerance import path, roundings
 
-from mpipipe import Mesh, arrays, nn, schedules
+from mpipipe import Mesh, arrays, nn
 from mpipipe.attention import Local
 from mpipipe.errors import ConfigError, DataError, NonFiniteError
 from mpipipe.language.data import Array
@@ -28,7 +28,7 @@ def model_folder(comm, folder):
         for name, array in stage.parameters.items():
             array += np.random.default_rng(len(name) + array.size).normal(0, 0.15, array.shape)
         stage.parameters["7.1.weight"][...] = stage.parameters["0.weight"]
-        weights.save(folder, MODEL, [stage], schedules.gpipe(1, 1), mesh)
+        weights.save(folder, MODEL, [stage], mesh)
     return stage
 
 

@@ -14,10 +14,10 @@ from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.language.inference.generation import (
     LEAST,
+    Answer,
     Sampling,
     SequenceCaches,
     _next_parts,
-    _Sequence,
     answers,
     build_decoder,
     check_prompts,
@@ -56,14 +56,12 @@ def decoded(mesh, prompts, sampling, batch, microbatches, count=COUNT, model=MOD
     """{number: answer}, and why each has ended."""
     schedule = schedules.forward_only(mesh.pipe.size, chunks, microbatches)
     plan = LayerPlan(schedule, schedules.partition(model.costs(), schedule.stages), rows=1)
-    found, ended = {number: [] for number in range(len(prompts))}, {}
+    found, ended = {}, {}
     capacity = max(map(len, prompts)) + count
     with build_decoder(model, plan, mesh, "float64", capacity, fill, batch=batch) as decoder:
-        for drawn in answers(decoder, prompts, count, sampling):
-            assert drawn.prompt not in ended
-            found[drawn.prompt].append(drawn.token)
-            if drawn.ended:
-                ended[drawn.prompt] = drawn.ended
+        for answer in answers(decoder, prompts, count, sampling):
+            assert answer.number == len(found)  # in the order of prompts
+            found[answer.number], ended[answer.number] = answer.tokens, answer.ended
         stages = [inner for stage in decoder.pipeline.stages for inner in stage.inner_stages]
         layers = [layer for stage in stages for top in stage.layers for _, layer in top.walk("")]
         for cache in [layer.attend for layer in layers if isinstance(layer, nn.SelfAttention)]:
@@ -163,7 +161,7 @@ def test_logits_beside_others_are_those_of_a_prompt_alone_to_rounding(comm):
         schedule = schedules.forward_only(mesh.pipe.size, 1, 1)
         plan = LayerPlan(schedule, schedules.partition(MODEL.costs(), schedule.stages), rows=1)
         with build_decoder(MODEL, plan, mesh, "float32", 20, fill, batch=len(which)) as decoder:
-            line = [_Sequence(number, number, list(prompt), len(prompt)) for number, prompt in enumerate(which)]
+            line = [Answer(number, number, prompt) for number, prompt in enumerate(which)]
             return decoder.forward(_next_parts(line, 1))
 
     with Mesh(comm, pipe=comm.size) as mesh:
@@ -176,10 +174,10 @@ def test_logits_beside_others_are_those_of_a_prompt_alone_to_rounding(comm):
 
 
 def test_few_sequences_share_a_micro_batch():
-    line = [_Sequence(0, 0, [5, 6, 9], 3), _Sequence(1, 1, [7, 8], 1, fed=1)]
+    line = [Answer(0, 0, [5, 6, 9]), Answer(1, 1, [7], [8], fed=1)]
     assert _next_parts(line, 4) == [[(0, 0, [5, 6, 9]), (1, 1, [8])]]
-    assert [sequence.fed for sequence in line] == [3, 2]
-    few = [_Sequence(number, number, [1], 1) for number in range(LEAST + 1)]
+    assert [answer.fed for answer in line] == [3, 2]
+    few = [Answer(number, number, [1]) for number in range(LEAST + 1)]
     assert [len(pieces) for pieces in _next_parts(few, 4)] == [3, 2]
 
 
@@ -260,7 +258,8 @@ def test_a_text_longer_than_learned_positions_is_refused_at_once(comm):
             build_decoder(model, plan, mesh, "float64", 22, fill).__enter__()
         assert "at most 21" in caught.value.expected
         with build_decoder(model, plan, mesh, "float64", 21, fill) as decoder:
-            assert len(list(answers(decoder, [[1] * 18], 3, Sampling(0)))) == 3
+            (answer,) = answers(decoder, [[1] * 18], 3, Sampling(0))
+            assert len(answer.tokens) == 3
 
 
 def test_parameters_that_cannot_be_had_on_one_rank_are_reported_on_all(comm):

@@ -74,7 +74,7 @@ def test_a_training_of_adapters_leaves_them_and_the_model_with_them(comm, run, b
 
 def test_what_a_training_has_left_counts_before_its_checkpoints(comm, run, base):
     out = run("run", from_=str(base), lora=LORA, save_every=2)
-    assert open_model(out).path == out / "weights"
+    assert open_model(out).kind == "weights"
     again = run("whole", from_=str(out), steps=1)
     close(validations(again)[0], validations(out)[-1], 4000, 100)
 
@@ -93,7 +93,7 @@ def test_a_training_goes_on_with_adapters_and_from_a_checkpoint_to_the_bit(comm,
         assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
         with pytest.raises(ConfigError, match="adapters apart from their matrices"):
             open_model(half / "checkpoints" / "step-00000006")
-        assert open_model(half).path == half / "weights"
+        assert open_model(half).kind == "weights"
     more = run("more", **{**keys, "lora": str(whole / "adapter"), "steps": 1})
     assert validations(more)[0] == validations(whole)[-1]
 

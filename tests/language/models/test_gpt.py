@@ -1,7 +1,6 @@
 """The GPT with every option against a model in plain numpy, alone and over ranks, and what does not go together."""
 
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from mpipipe.attention import KVCache, Layout, Local, Ring
 from mpipipe.errors import ArgumentError
 from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
-from mpipipe.language.models.model_folder import WeightsFolder
 
 SIZES = dict(vocab=11, dim=16, layers=2, heads=4, hidden=24, seq_len=8)
 LLAMA3 = nn.Llama3Scaling(8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_positions=16)
@@ -284,9 +282,3 @@ def test_the_last_matrix_of_each_branch_starts_smaller_the_more_branches_there_a
             gain = 12**-0.5 if name.endswith((".out", ".down")) else 1.0
             # the standard deviation of n normal numbers is right to 1 / sqrt(2 n), five times of that and more here
             assert matrix.std() * matrix.shape[1] ** 0.5 == pytest.approx(gain, rel=0.06), name
-
-
-def test_the_length_of_older_descriptions_is_read_by_its_name_then():
-    folder = WeightsFolder(Path("older"), "float32", None, {"layers": 2, "seq": 24, "dim": 32})
-    assert folder.model == GPT(layers=2, seq_len=24, dim=32)
-    assert not hasattr(folder.model, "seq")  # which would be None, and a slice up to it the whole

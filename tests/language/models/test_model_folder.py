@@ -16,9 +16,7 @@ def saved(mesh, folder, dtype="float64"):
     """A training's folder with weights of seed 5 and two checkpoints, of seeds 1 and 6."""
     schedule = schedules.gpipe(mesh.pipe.size, 1)
     numbers = schedule.stages_of(mesh.pipe.rank)
-    weights.save(
-        folder / "weights", saved_model.MODEL, saved_model.cut(mesh.pipe.size, numbers, 5, dtype=dtype), schedule, mesh
-    )
+    weights.save(folder / "weights", saved_model.MODEL, saved_model.cut(mesh.pipe.size, numbers, 5, dtype=dtype), mesh)
     for step, seed in ((1, 1), (2, 6)):
         stages = saved_model.cut(mesh.pipe.size, numbers, seed, dtype=dtype)
         checkpoint.save(folder / "checkpoints", mesh, stages, step=step, state={"model": asdict(saved_model.MODEL)})

@@ -7,11 +7,10 @@ import resource
 from contextlib import contextmanager
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 from support.damage import flipped, on_bytes, on_json, on_tensors
-from support.saved_model import MODEL, cut
+from support.saved_model import MODEL, cut, load_weights
 from support.tolerance import close_norm
 from support.training_tolerance import path, roundings
 from support.windows import generate, validation_batch
@@ -19,11 +18,12 @@ from support.windows import generate, validation_batch
 from mpipipe import Mesh, nn, schedules
 from mpipipe.attention import Local
 from mpipipe.checkpoint import TensorFile
-from mpipipe.errors import ArgumentError, NonFiniteError
+from mpipipe.errors import ArgumentError, NonFiniteError, StorageError
 from mpipipe.language.data import find
 from mpipipe.language.inference.generation import build_decoder, shown
 from mpipipe.language.inference.prompts import Bytes
 from mpipipe.language.models import GPT, weights
+from mpipipe.language.models.model_folder import open_model
 from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.train import TrainConfig, train
 
@@ -33,10 +33,7 @@ def saved(comm, folder, pipe, chunks=1, seed=5):
     schedule = schedules.interleaved_1f1b(pipe, chunks, 4)
     with Mesh(comm, pipe=pipe) as mesh:
         stages = cut(schedule.stages, schedule.stages_of(mesh.pipe.rank), seed=seed)
-        if mesh.replicas.rank:
-            for stage in stages:
-                stage.parameters.flat.fill(np.nan)  # what other replicas have is never written
-        weights.save(folder, MODEL, stages, schedule, mesh)
+        weights.save(folder, MODEL, stages, mesh)
     comm.Barrier()
     return weights.own_arrays(cut(1, [0], seed=seed))
 
@@ -49,7 +46,7 @@ def test_any_cut_loads_what_any_other_saved(comm, mpi_tmp_path, pipe, chunks):
     for stages in (1, 2, 3, 8):
         seen = {}
         for stage in cut(stages, range(stages), seed=9):
-            weights.load(mpi_tmp_path / "weights", [stage])
+            load_weights(mpi_tmp_path / "weights", [stage])
             seen.update(stage.parameters)
         assert list(seen) == list(expected)
         for name, array in expected.items():
@@ -67,52 +64,44 @@ def test_a_training_leaves_the_weights_whose_loss_and_sample_it_reports(comm, mp
         lr=1e-2, eval_batches=1, sample_bytes=20, dtype=dtype, pipe=comm.size,
     )  # fmt: skip
     record = train(config, GPT, comm)
-    found = weights.describe(weights.folder_of(out))
-    assert found.dtype == kept
-    stage = nn.Stage(GPT(**found.model).build(Local()), found.dtype, seed=7)
-    weights.load(weights.folder_of(out), [stage])
+    found = open_model(out)
+    assert (found.kind, found.dtype) == ("weights", kept)
+    stage = nn.Stage(found.model.build(Local()), found.dtype, seed=7)
+    load_weights(out, [stage])
     batch = dict(index=0, batches=1, batch=4, rows=slice(0, 4), seq_len=16)
     validation = find([text]).open(16).validation
     inputs, targets = validation_batch(validation, **batch)
     loss, _ = nn.softmax_cross_entropy(stage.forward(inputs)[0], targets)
-    close_norm(loss, record.validation, count(GPT(**found.model)), dtype, "the loss")
+    close_norm(loss, record.validation, count(found.model), dtype, "the loss")
     prompt, printed = validation.read(0, 32).tobytes(), capsys.readouterr().out
     with Mesh(comm) as alone:
-        model, plan = GPT(**found.model), LayerPlan(schedules.gpipe(1, 1), [(0, 6)], rows=1)
-        with build_decoder(
-            model, plan, alone, kept, 52, lambda own: weights.load(weights.folder_of(out), own)
-        ) as decoding:
+        plan = LayerPlan(schedules.gpipe(1, 1), [(0, 6)], rows=1)
+        with build_decoder(found.model, plan, alone, kept, 52, lambda own: load_weights(out, own)) as decoding:
             answer = generate(decoding, prompt, 20, temperature=0.8, seed=config.seed)
     assert (shown(Bytes().decode(prompt + answer)) in printed) == (comm.rank == 0)
 
 
-ONE = "stage-0.safetensors"
+ONE = "step-00000000/part-0.safetensors"
+MANIFEST = "step-00000000/manifest.json"
 
 
 def described_as(text):
-    return lambda folder: (folder / "model.json").write_text(text)
+    return lambda folder: (folder / MANIFEST).write_text(text)
 
 
 @pytest.mark.parametrize(
     ("damage", "match"),
     [
         (on_tensors(ONE, lambda tensors: tensors.update({"0.weight": np.zeros((3, 8), np.float32)})),
-         r"0\.weight does not fit the model\s+found: float32\[3, 8\].*\s+expected: float32\[256, 8\]"),
-        (on_tensors(ONE, lambda tensors: tensors.pop("0.weight")), r"have no parameter 0\.weight"),
-        (on_bytes(ONE, lambda content: content[: len(content) // 2]),
-         "a file of weights is damaged: "),
-        (on_bytes(ONE, flipped(-1)), r"parameter \S+ is damaged"),
+         "a file of the checkpoint is damaged"),
+        (on_bytes(ONE, lambda content: content[: len(content) // 2]), "is damaged: it has"),
+        (on_bytes(ONE, flipped(-1)), r"is damaged: \S+ has the checksum"),
         (on_tensors(ONE, lambda tensors: tensors.update({name: array + 1 for name, array in tensors.items()})),
-         r"parameter 0\.weight is damaged.*\s+found: checksum \w{8} in .*stage-0.safetensors"),
-        (on_json("model.json", lambda facts: facts["model"].update(rope_base=10001.0)), r"description is damaged"),
-        (on_tensors(ONE, lambda tensors: tensors.update(
-            {name: array.astype(ml_dtypes.float8_e4m3fn) for name, array in tensors.items()})),
-         "a file of weights is damaged: '0.weight' has the dtype F8_E4M3, which is none of"),
+         r"is damaged: .*\s+found: .*part-0.safetensors"),
+        (on_json(MANIFEST, lambda facts: facts["state"]["model"].update(rope_base=10001.0)), "manifest .* is damaged"),
         (lambda folder: (folder / ONE).unlink(), "cannot be read"),
-        (described_as("[" * 100_000), "description cannot be read"),
-        *((described_as(text), "description cannot be read") for text in ('{"model": {}}', "5", '"x"')),
-        (described_as('{"model": 1, "dtype": "float32", "stages": 1, "checksums": {}, "checksum": ""}'), "is damaged"),
-        (described_as('{"model": {}, "dtype": "float32", "stages": 1, "checksums": {}, "checksum": ""}'), "is damaged"),
+        (described_as("[" * 100_000), "cannot be read"),
+        *((described_as(text), "it has no format") for text in ('{"model": {}}', "5", '"x"')),
     ],
 )  # fmt: skip
 def test_damaged_weights_are_refused(comm, mpi_tmp_path, damage, match):
@@ -121,30 +110,30 @@ def test_damaged_weights_are_refused(comm, mpi_tmp_path, damage, match):
         damage(Path(mpi_tmp_path))
     comm.Barrier()
     with pytest.raises(ArgumentError, match=match):
-        weights.load(mpi_tmp_path, cut(1, [0]))
+        load_weights(mpi_tmp_path, cut(1, [0]))
 
 
 def test_weights_load_into_stages_of_another_dtype(comm, mpi_tmp_path):
     expected = saved(comm, mpi_tmp_path, 1)
     (stage,) = cut(1, [0], dtype="float64", seed=9)
-    weights.load(mpi_tmp_path, [stage])
+    load_weights(mpi_tmp_path, [stage])
     for name, array in expected.items():
         np.testing.assert_array_equal(stage.parameters[name], array.astype(np.float64))
 
 
 def test_a_file_that_cannot_be_read_any_more_is_the_one_that_is_named(comm, mpi_tmp_path, monkeypatch):
-    saved(comm, mpi_tmp_path, 1, chunks=2)
+    saved(comm, mpi_tmp_path, comm.size)
     whole = TensorFile.read_into
 
     def read_into(self, *arguments):
-        if self.path.name == "stage-0.safetensors":
+        if self.path.name == "part-0.safetensors":
             raise OSError(errno.EIO, "Input/output error")
         whole(self, *arguments)
 
     monkeypatch.setattr(TensorFile, "read_into", read_into)
     with pytest.raises(ArgumentError, match="cannot be read: Input/output error") as caught:
-        weights.load(mpi_tmp_path, cut(1, [0]))
-    assert "stage-0.safetensors" in caught.value.found
+        load_weights(mpi_tmp_path, cut(1, [0]))
+    assert "part-0.safetensors" in caught.value.found
 
 
 def test_a_flipped_bit_in_a_part_that_is_not_loaded_is_no_matter(comm, mpi_tmp_path):
@@ -152,21 +141,20 @@ def test_a_flipped_bit_in_a_part_that_is_not_loaded_is_no_matter(comm, mpi_tmp_p
     if comm.rank == 0:
         on_bytes(ONE, flipped(-1))(mpi_tmp_path)
     comm.Barrier()
-    weights.load(mpi_tmp_path, cut(4, [0]))  # each rank looks at what it reads
+    load_weights(mpi_tmp_path, cut(4, [0]))  # each rank looks at what it reads
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_weights_that_are_not_finite_are_refused_by_name(comm, mpi_tmp_path, value):
-    schedule = schedules.one_f_one_b(1, 1)
     with Mesh(comm, pipe=1) as mesh:
         stages = cut(1, [0])
         list(stages[0].parameters.values())[3].reshape(-1)[2] = value
         name = list(stages[0].parameters)[3]
-        weights.save(mpi_tmp_path, MODEL, stages, schedule, mesh)
+        weights.save(mpi_tmp_path, MODEL, stages, mesh)
     comm.Barrier()
     with pytest.raises(NonFiniteError, match=f"parameter {re.escape(name)} is not finite") as caught:
-        weights.load(mpi_tmp_path, cut(1, [0]))
-    assert "1 of " in caught.value.found and "stage-0.safetensors" in caught.value.found
+        load_weights(mpi_tmp_path, cut(1, [0]))
+    assert "1 of " in caught.value.found and "step-00000000" in caught.value.found
 
 
 @contextmanager
@@ -176,7 +164,7 @@ def full_disk(comm):
     try:
         if comm.rank == comm.size - 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-        with pytest.raises(ArgumentError, match="cannot be written"):
+        with pytest.raises(StorageError, match="cannot be written"):
             yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -196,10 +184,10 @@ def test_a_save_that_fails_or_is_killed_leaves_the_model_that_was_there_and_no_u
     with full_disk(comm):
         saved(comm, folder, comm.size, seed=6)
     stage = cut(1, [0], seed=9)[0]
-    weights.load(folder, [stage])
+    load_weights(folder, [stage])
     assert all((stage.parameters[name] == array).all() for name, array in expected.items())
     comm.Barrier()
     expected = saved(comm, folder, comm.size, seed=6)
-    weights.load(folder, [stage])
+    load_weights(folder, [stage])
     assert all((stage.parameters[name] == array).all() for name, array in expected.items())
     assert (folder / "notes.txt").read_text() == "mine" and os.listdir(mpi_tmp_path) == ["weights"]

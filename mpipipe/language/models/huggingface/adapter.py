@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpipipe import arrays, nn
-from mpipipe.arrays import Array, Shape
-from mpipipe.attention import Local
+from mpipipe import nn
+from mpipipe.arrays import Array
 from mpipipe.checkpoint import replacing, write_tensors
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError
@@ -22,13 +21,12 @@ from mpipipe.job import group_of
 from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface.families import Family, expressed
 from mpipipe.language.models.huggingface.folder import Origin, opened
-from mpipipe.language.models.huggingface.names import Part, Tensor, parts_of
+from mpipipe.language.models.huggingface.names import Tensor, parts_of
 from mpipipe.language.models.huggingface.options import Options, read_json
-from mpipipe.language.models.huggingface.reading import FLOATS, host_for, read_part
+from mpipipe.language.models.huggingface.reading import copy_to, host_for, read_part
 from mpipipe.language.models.huggingface.writing import METADATA, converted, explained, write_json
 from mpipipe.nn import LORA_A, LORA_B
 from mpipipe.options import Values
-from mpipipe.planning import declared
 from mpipipe.text import counted
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -127,29 +125,27 @@ def config_of(lora: nn.LoRA, family: Family, base: str | None) -> Values:
     }
 
 
-def adapter_parts(lora: nn.LoRA, family: Family, model: GPT) -> dict[Part, Shape]:
-    """Return PEFT's tensors of an adapter of this model, each with its shape.
+def adapter_parts(lora: nn.LoRA, family: Family, model: GPT) -> list[Tensor]:
+    """Return PEFT's tensors of an adapter of this model.
 
     Raises ConfigError for a target that the family does not have.
     """
-    parameters = declared(lora.apply(model.build(Local())))
     missing = set(lora.targets)
-    shapes: dict[Part, Shape] = {}
-    for theirs, matrix, tensor in parts_of(family.table, model):
-        module, _, kind = theirs.rpartition(".")
+    parts = []
+    for tensor in parts_of(family.table, model):
+        module, _, kind = tensor.theirs.rpartition(".")
         target = module.rpartition(".")[2]
         if kind != "weight" or target not in lora.targets:
             continue
         missing.discard(target)
-        layer = matrix.rpartition(".")[0]
+        layer = tensor.ours.rpartition(".")[0]
         # Rows of B are rows of the matrix, and turned as these are.
         for name, form in ((LORA_A, "plain"), (LORA_B, tensor.form)):
             stored = f"{PREFIX}{module}.{name}.weight"
             ours = f"{layer}.{target}.{name}"
             if form != "turned":
                 form = "plain"
-            part = Part(stored, ours, Tensor(stored, tensor.place, name, form=form))
-            shapes[part] = parameters[ours].shape
+            parts.append(Tensor(stored, tensor.place, ours, form=form))
     if missing:
         raise ConfigError(
             f"{family.architecture} has no module {sorted(missing)[0]}",
@@ -157,7 +153,7 @@ def adapter_parts(lora: nn.LoRA, family: Family, model: GPT) -> dict[Part, Shape
             expected="names of its projections",
             remedy=REMEDY,
         )
-    return shapes
+    return parts
 
 
 def read_adapter(
@@ -175,21 +171,12 @@ def read_adapter(
                 "for the targets of its config",
                 remedy=REMEDY,
             )
-        for part, shape in parts.items():
-            stored = file.arrays.get(part.theirs)
-            if stored is None or stored.shape != shape or stored.kind.name not in FLOATS:
-                raise ArgumentError(
-                    f"the tensor {part.theirs} of an adapter does not fit the model",
-                    found=f"{stored or 'none'} in {file.path}",
-                    expected=f"{' or '.join(FLOATS)}, {list(shape)}",
-                    remedy=REMEDY,
-                )
+        for part in parts:
             if part.ours in parameters:
                 target = parameters[part.ours]
                 host = host_for(target)
-                read_part(file, part.theirs, part.tensor, [host], model)
-                if host is not target:
-                    arrays.upload(host, out=target)
+                read_part(file, part.theirs, part, host, model, " of an adapter", REMEDY)
+                copy_to([target], host)
 
 
 def save_adapter(
@@ -210,11 +197,11 @@ def save_adapter(
     with group.raise_together("saving an adapter: its parts"):
         family, _ = expressed(model, origin.family)
         parts = adapter_parts(lora, family, model)
-        for part, shape in parts.items():
+        for part in parts:
             if part.ours in parameters:
                 array = parameters[part.ours]
                 values = converted(part, array, array.dtype, model)
-                tensors[part.theirs] = values.reshape(shape)
+                tensors[part.theirs] = values.reshape(array.shape)
     everyone = group_of(mesh.pipe).gather("saving an adapter: its tensors", tensors)
     with replacing(target, group, explained) as unnamed:
         with group.raise_together("saving an adapter: its files"), explained(target):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class Family:
     buffers: tuple[str, ...] = (".rotary_emb.inv_freq",)
 
 
-# what all families but GPT-2 call sizes of models.GPT, and what GPT-2 calls them
+# what all families but GPT-2 call fields of models.GPT, and what GPT-2 calls them
 SIZES = {
     "vocab_size": "vocab",
     "hidden_size": "dim",
@@ -47,6 +47,8 @@ SIZES = {
     "head_dim": "head_dim",
     "intermediate_size": "hidden",
     "max_position_embeddings": "seq_len",
+    "tie_word_embeddings": "tied",
+    "rms_norm_eps": "eps",
 }
 GPT2_SIZES = {
     "vocab_size": "vocab",
@@ -55,51 +57,48 @@ GPT2_SIZES = {
     "n_head": "heads",
     "n_inner": "hidden",
     "n_positions": "max_positions",
+    "tie_word_embeddings": "tied",
+    "layer_norm_epsilon": "eps",
 }
 
 
-def _sizes(options: Options, table: Mapping[str, str], defaults: Mapping[str, int]) -> Values:
-    """Read the sizes in a table of names."""
+def _read(options: Options, table: Mapping[str, str], **defaults: object) -> Values:
+    """Read the fields in a table of names; `defaults` has those that may be missing."""
+    readers: dict[str, Callable[..., Any]] = {"tied": options.flag, "eps": options.number}
     fields: Values = {}
     for theirs, ours in table.items():
-        fields[ours] = options.count(theirs, defaults.get(theirs, REQUIRED))
+        fields[ours] = readers.get(ours, options.count)(theirs, defaults.get(ours, REQUIRED))
     return fields
+
+
+def _written(model: GPT, table: Mapping[str, str]) -> Values:
+    """Return the options in a table of names."""
+    return {theirs: getattr(model, ours) for theirs, ours in table.items()}
 
 
 def _decoder(options: Options, *required: str) -> Values:
-    """Read what all families but GPT-2 share; `required` options have no default here."""
-    dim = options.count("hidden_size")
+    """Read what all families but GPT-2 share; `required` fields have no default here."""
     heads = options.count("num_attention_heads")
-    defaults = {"num_key_value_heads": heads, "head_dim": dim // heads}
-    for key in required:
-        del defaults[key]
+    head_dim = options.count("hidden_size") // heads
+    defaults = {"kv_heads": heads, "head_dim": head_dim, "tied": False, "eps": 1e-6}
+    for name in required:
+        del defaults[name]
     base, scaling = read_rotary(options, options.count("max_position_embeddings"))
     options.only("hidden_act", "silu", "swish")  # two names of one function
-    fields = _sizes(options, SIZES, defaults)
-    fields["tied"] = options.flag("tie_word_embeddings", False)
-    fields["eps"] = options.number("rms_norm_eps", 1e-6)
-    fields["rope_base"] = base
-    fields["rope_scaling"] = scaling
-    return fields
+    return _read(options, SIZES, **defaults) | {"rope_base": base, "rope_scaling": scaling}
 
 
 def _decoder_options(model: GPT, **more: object) -> Values:
     """Return what all families but GPT-2 write, and more."""
-    options: Values = {}
-    for theirs, ours in SIZES.items():
-        options[theirs] = getattr(model, ours)
     scaling: Any = model.rope_scaling
     if scaling is not None:
-        names = {"original_positions": ORIGINAL, "kind": "rope_type"}
         numbers = {}
         for name, value in asdict(scaling).items():
             if value is not None:
-                numbers[names.get(name, name)] = value
+                numbers[SCALING_NAMES.get(name, name)] = value
         scaling = numbers
     return {
-        **options,
-        "tie_word_embeddings": model.tied,
-        "rms_norm_eps": model.eps,
+        **_written(model, SIZES),
         "hidden_act": "silu",
         THETA: model.rope_base,
         SCALING: scaling,
@@ -115,7 +114,7 @@ def _read_llama(options: Options) -> Values:
 
 
 def _read_mistral(options: Options) -> Values:
-    common = _decoder(options, "num_key_value_heads")
+    common = _decoder(options, "kv_heads")
     window = _window(options)
     if window is not None:
         common["windows"] = (window,) * common["layers"]
@@ -124,7 +123,7 @@ def _read_mistral(options: Options) -> Values:
 
 def _read_qwen2(options: Options) -> Values:
     options.only("use_mrope", False, None)
-    common = _decoder(options, "num_key_value_heads")
+    common = _decoder(options, "kv_heads")
     if common["head_dim"] * common["heads"] != common["dim"]:
         raise options.error(
             "head_dim", "hidden_size / num_attention_heads, which is what all libraries read"
@@ -134,7 +133,7 @@ def _read_qwen2(options: Options) -> Values:
 
 def _read_qwen3(options: Options) -> Values:
     bias = options.flag("attention_bias", False)
-    common = _decoder(options, "num_key_value_heads", "head_dim")
+    common = _decoder(options, "kv_heads", "head_dim")
     windows = read_layer_windows(options, common["layers"])
     return {**common, "qk_norm": True, "qkv_bias": bias, "out_bias": bias, "windows": windows}
 
@@ -144,27 +143,17 @@ def _read_gpt2(options: Options) -> Values:
     options.only("scale_attn_weights", True)
     options.only("scale_attn_by_inverse_layer_idx", False)
     options.only("reorder_and_upcast_attn", False)
-    fields = _sizes(options, GPT2_SIZES, {"n_inner": 4 * options.count("n_embd")})
+    hidden = 4 * options.count("n_embd")
+    fields = _read(options, GPT2_SIZES, hidden=hidden, tied=True, eps=1e-5)
     return {
         **fields,
         "seq_len": fields["max_positions"],
-        "tied": options.flag("tie_word_embeddings", True),
-        "eps": options.number("layer_norm_epsilon", 1e-5),
         "norm": "layer",
         "positions": "learned",
         "feed_forward": "gelu",
         "qkv_bias": True,
         "out_bias": True,
         "feed_forward_bias": True,
-    }
-
-
-def _write_gpt2(model: GPT) -> Values:
-    return {
-        **{theirs: getattr(model, ours) for theirs, ours in GPT2_SIZES.items()},
-        "tie_word_embeddings": model.tied,
-        "layer_norm_epsilon": model.eps,
-        "activation_function": TANH_GELU[0],
     }
 
 
@@ -202,7 +191,7 @@ _ALL = (
         "gpt2",
         "GPT2LMHeadModel",
         _read_gpt2,
-        _write_gpt2,
+        lambda model: {**_written(model, GPT2_SIZES), "activation_function": TANH_GELU[0]},
         prefix="transformer.",
         table=names.GPT2,
         buffers=(".attn.bias", ".attn.masked_bias"),
@@ -280,6 +269,8 @@ PARAMETERS = "rope_parameters"
 THETA = "rope_theta"
 ORIGINAL = "original_max_position_embeddings"
 BASE = 10000.0  # default in all families
+# Other names than those of the fields of a scaling.
+SCALING_NAMES = {"original_positions": ORIGINAL, "kind": "rope_type"}
 
 
 def read_rotary(options: Options, positions: int) -> tuple[float, nn.RopeScaling | None]:
@@ -310,51 +301,42 @@ def _object(options: Options, key: str) -> Values:
 
 
 def _scaling(options: Options, positions: int) -> nn.RopeScaling | None:
-    kinds = [options.take(name) for name in ("rope_type", "type")]
-    kind = kinds[0] or kinds[1] or "default"
-    if not isinstance(kind, str) or kind not in READERS:
+    """Read a scaling: its numbers are the fields of its class."""
+    types = [options.take(name) for name in ("rope_type", "type")]
+    kind = types[0] or types[1] or "default"
+    known = ("default", *nn.ROPE_SCALINGS)
+    if kind not in known:
         name = "type"
-        if kinds[0]:
+        if types[0]:
             name = "rope_type"
-        raise options.error(name, " or ".join(READERS), "has a value that is not supported")
-    try:
-        scaling = READERS[kind](options, positions)
-    except ConfigError:
-        raise
-    except ArgumentError as error:  # the scaling refuses its numbers
-        raise ConfigError(
-            f"{options.inside} of a model folder: {error.message}",
-            found=f"{error.found} in {options.path}",
-            expected=error.expected,
-        ) from error
+        raise options.error(name, " or ".join(known), "has a value that is not supported")
+    scaling = None
+    if kind != "default":
+        numbers: Values = {}
+        made: Any = nn.ROPE_SCALINGS[kind]
+        for entry in fields(made):
+            if entry.name == "original_positions":
+                numbers[entry.name] = options.count(ORIGINAL, positions)
+            elif entry.init:
+                default = REQUIRED if entry.default is MISSING else entry.default
+                numbers[entry.name] = options.number(entry.name, default)
+        if kind == "yarn":
+            options.only("truncate", True, None)
+            one = options.number("mscale", None)
+            all_dim = options.number("mscale_all_dim", None)
+            if numbers["attention_factor"] is None and one is not None and all_dim is not None:
+                factor = numbers["factor"]
+                numbers["attention_factor"] = _growth(factor, one) / _growth(factor, all_dim)
+        try:
+            scaling = made(**numbers)
+        except ArgumentError as error:
+            raise ConfigError(
+                f"{options.inside} of a model folder: {error.message}",
+                found=f"{error.found} in {options.path}",
+                expected=error.expected,
+            ) from error
     options.finish(f"rotary positions of the kind {kind}")
     return scaling
-
-
-def _llama3(options: Options, positions: int) -> nn.RopeScaling | None:
-    return nn.Llama3Scaling(
-        options.number("factor"),
-        options.number("low_freq_factor"),
-        options.number("high_freq_factor"),
-        options.count(ORIGINAL, positions),
-    )
-
-
-def _yarn(options: Options, positions: int) -> nn.RopeScaling | None:
-    options.only("truncate", True, None)
-    factor = options.number("factor")
-    attention = options.number("attention_factor", None)
-    one = options.number("mscale", None)
-    all_dim = options.number("mscale_all_dim", None)
-    if attention is None and one is not None and all_dim is not None:
-        attention = _growth(factor, one) / _growth(factor, all_dim)
-    return nn.YarnScaling(
-        factor,
-        original_positions=options.count(ORIGINAL, positions),
-        beta_fast=options.number("beta_fast", 32.0),
-        beta_slow=options.number("beta_slow", 1.0),
-        attention_factor=attention,
-    )
 
 
 def _growth(factor: float, scale: float) -> float:
@@ -362,14 +344,6 @@ def _growth(factor: float, scale: float) -> float:
     if factor > 1:
         return 0.1 * scale * math.log(factor) + 1.0
     return 1.0
-
-
-READERS: dict[str, Callable[[Options, int], nn.RopeScaling | None]] = {
-    "default": lambda options, positions: None,
-    "linear": lambda options, positions: nn.LinearScaling(options.number("factor")),
-    "llama3": _llama3,
-    "yarn": _yarn,
-}
 
 
 # -- Which layers have a sliding window, and how wide it is: from config.json, and back ------------
@@ -393,11 +367,7 @@ def read_layer_windows(options: Options, layers: int) -> Windows:
     """Read windows by layer, from `layer_types` or `max_window_layers`."""
     used = options.flag("use_sliding_window", False)
     window = _window(options)
-    first = options.take("max_window_layers")
-    if first is None:
-        first = 28
-    if type(first) is not int or first < 0:
-        raise options.error("max_window_layers", "an integer of at least 0")
+    first = options.count("max_window_layers", 28, least=0)
     slides = [layer >= first for layer in range(layers)]
     types = options.take("layer_types")
     if types is not None:
@@ -418,17 +388,14 @@ def read_layer_windows(options: Options, layers: int) -> Windows:
 
 def layer_window_options(windows: Windows) -> Values:
     """Return the options that `read_layer_windows` reads."""
-    widths = []
-    for width in windows or ():
-        if width is not None:
-            widths.append(width)
-    if windows is None or not widths:
+    if windows is None:
         return {"use_sliding_window": False, "sliding_window": None}
+    width = next(filter(None, windows))
     names = {slides: name for name, slides in KINDS.items()}
     return {
         "use_sliding_window": True,
-        "sliding_window": widths[0],
-        "max_window_layers": windows.index(widths[0]),
+        "sliding_window": width,
+        "max_window_layers": windows.index(width),
         "layer_types": [names[width is not None] for width in windows],
     }
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from itertools import groupby
 
 import numpy as np
 
@@ -27,7 +27,6 @@ from mpipipe.even_split import even_split
 from mpipipe.language.models.gpt import GPT
 
 EMBEDDING, POSITIONS, ATTENTION_NORM, ATTENTION, FEED_NORM, FEED, LAST_NORM, HEAD = range(8)
-FIRST = (EMBEDDING, POSITIONS)
 
 
 @dataclass(frozen=True)
@@ -48,14 +47,6 @@ class Tensor:
     when: str = ""
     first: int = 0
     total: int = 0
-
-
-class Part(NamedTuple):
-    """One of their tensors, and what it is of a parameter of a model."""
-
-    theirs: str
-    ours: str
-    tensor: Tensor
 
 
 _BLOCK = "model.layers.{i}"
@@ -107,55 +98,42 @@ GPT2 = (
 )
 
 
-def parts_of(table: tuple[Tensor, ...], model: GPT) -> Iterator[Part]:
+def parts_of(table: tuple[Tensor, ...], model: GPT) -> Iterator[Tensor]:
     """Yield each of the tensors that a folder of this model has, in the order of its layers.
 
+    Their names, and ours, are those in the folder and in the model.
     A head that is the embedding is not stored.
     """
-    before: list[Part] = []
-    in_block = []
-    after: list[Part] = []
-    for tensor in table:
-        if tensor.place == HEAD and model.tied:
-            continue
-        if tensor.when and not getattr(model, tensor.when):
-            continue
-        if "{i}" in tensor.theirs:
-            in_block.append(tensor)
-        elif tensor.place in FIRST:
-            before += _parts(tensor, model)
-        else:
-            after += _parts(tensor, model)
-    yield from before
-    for block in range(model.layers):
-        for tensor in in_block:
-            yield _part(tensor, model, block)
-    yield from after
+    for in_block, tensors in groupby(table, key=lambda tensor: "{i}" in tensor.theirs):
+        group = []
+        for tensor in tensors:
+            is_head = tensor.place == HEAD and model.tied
+            if not is_head and (not tensor.when or getattr(model, tensor.when)):
+                group.append(tensor)
+        for block in range(model.layers if in_block else 1):
+            for tensor in group:
+                yield from _parts(tensor, model, block)
 
 
-def _parts(tensor: Tensor, model: GPT) -> Iterator[Part]:
-    """Yield the parts of a tensor that is in no block: one, or those of the slices of the head."""
-    names = {EMBEDDING: embeddings_of(model), HEAD: heads_of(model)}.get(tensor.place, [])
-    if len(names) < 2:
-        yield _part(tensor, model, 0)
+def _parts(tensor: Tensor, model: GPT, block: int) -> Iterator[Tensor]:
+    """Yield the parts of a tensor: one, or those of the slices of the head."""
+    theirs = tensor.theirs.replace("{i}", str(block))
+    names = names_of(tensor.place, tensor.ours, block, model)
+    if len(names) == 1:
+        yield replace(tensor, theirs=theirs, ours=names[0])
         return
     for ours, rows in zip(names, even_split(model.vocab, len(names))):
-        yield Part(tensor.theirs, ours, replace(tensor, first=rows.start, total=model.vocab))
+        yield replace(tensor, theirs=theirs, ours=ours, first=rows.start, total=model.vocab)
 
 
-def _part(tensor: Tensor, model: GPT, block: int) -> Part:
-    return Part(
-        tensor.theirs.replace("{i}", str(block)),
-        f"{_layer(tensor.place, block, model)}.{tensor.ours}",
-        tensor,
-    )
-
-
-def _layer(place: int, block: int, model: GPT) -> str:
-    """Return the name of a layer among those of `GPT.build`."""
+def names_of(place: int, ours: str, block: int, model: GPT) -> list[str]:
+    """Return the names of a parameter of `GPT.build`: of its slices, if it has some."""
+    embedding = "0.0"
+    if model.positions == "rotary":
+        embedding = "0"
     last = 2 * model.layers + 1
-    return {
-        EMBEDDING: "0" if model.positions == "rotary" else "0.0",
+    layer = {
+        EMBEDDING: embedding,
         POSITIONS: "0.1",
         ATTENTION_NORM: f"{2 * block + 1}.layer.0",
         ATTENTION: f"{2 * block + 1}.layer.1",
@@ -164,31 +142,21 @@ def _layer(place: int, block: int, model: GPT) -> str:
         LAST_NORM: f"{last}.0",
         HEAD: f"{last}.1",
     }[place]
-
-
-def heads_of(model: GPT) -> list[str]:
-    """Return the names of our parameters of the head: of its slices, if it has some."""
-    first = 2 * model.layers + 1
-    others = [f"{first + k}.weight" for k in range(1, model.head_slices)]
-    return [f"{_layer(HEAD, 0, model)}.weight", *others]
-
-
-def embeddings_of(model: GPT) -> list[str]:
-    """Return the names of our parameters of the embedding, which has the slices of a tied head."""
-    name = f"{_layer(EMBEDDING, 0, model)}.weight"
-    count = 1
-    if model.tied:
-        count = model.head_slices
-    if count == 1:
-        return [name]
-    return [f"{name}_{k}" for k in range(count)]
+    name = f"{layer}.{ours}"
+    slices = range(1, model.head_slices)
+    if place == HEAD:
+        return [name, *(f"{last + k}.{ours}" for k in slices)]
+    if place == EMBEDDING and model.tied and slices:
+        return [f"{name}_{k}" for k in (0, *slices)]
+    return [name]
 
 
 def tied_to(name: str, model: GPT) -> str:
     """Return the name in the table of a parameter: the embedding's for a tied head."""
     if not model.tied:
         return name
-    return dict(zip(heads_of(model), embeddings_of(model))).get(name, name)
+    heads = names_of(HEAD, "weight", 0, model)
+    return dict(zip(heads, names_of(EMBEDDING, "weight", 0, model))).get(name, name)
 
 
 def view(tensor: Tensor, array: np.ndarray, model: GPT) -> np.ndarray:

@@ -72,13 +72,13 @@ class Options:
         self.left.pop(key, None)
         return self.values.get(key, default)
 
-    def count(self, key: str, default: object = REQUIRED) -> Any:
-        """Return an integer of at least 1; `default` if it is missing or, unless required, null."""
+    def count(self, key: str, default: object = REQUIRED, least: int = 1) -> Any:
+        """Return an integer of at least `least`; `default` where it is missing or null."""
         value = self.take(key, default)
         if value is default or (value is None and default is not REQUIRED):
             return default
-        if type(value) is not int or not 1 <= value < 2**62:
-            raise self.error(key, "an integer of at least 1")
+        if type(value) is not int or not least <= value < 2**62:
+            raise self.error(key, f"an integer of at least {least}")
         return value
 
     def number(self, key: str, default: object = REQUIRED, above: float = 0.0) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -19,14 +19,7 @@ from mpipipe.language.models.huggingface.folder import (
     check_finite,
     opened,
 )
-from mpipipe.language.models.huggingface.names import (
-    Part,
-    Tensor,
-    parts_of,
-    shape_of,
-    tied_to,
-    view,
-)
+from mpipipe.language.models.huggingface.names import Tensor, parts_of, shape_of, tied_to, view
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 
@@ -52,7 +45,7 @@ def read(folder: Folder, parameters: Mapping[str, Array]) -> int:
     names: dict[str, list[str]] = {}
     for name in parameters:
         names.setdefault(tied_to(name, folder.model), []).append(name)
-    parts: dict[str, list[Part]] = {}  # parts in each file
+    parts: dict[str, list[Tensor]] = {}  # parts in each file
     left: Counter[str] = Counter()  # tensors of each parameter that have not been read
     for part in parts_of(folder.family.table, folder.model):
         if part.ours in names:
@@ -67,23 +60,18 @@ def read(folder: Folder, parameters: Mapping[str, Array]) -> int:
             remedy="build the model from the description in the folder",
         )
     done = 0
-    hosts: dict[str, np.ndarray] = {}  # an array of a GPU is uploaded when it is whole
+    hosts: dict[str, np.ndarray] = {}
     for place, several in parts.items():
         with opened(folder.path / place) as file:
             for part in several:
-                for name in names[part.ours]:
-                    if name not in hosts:
-                        hosts[name] = host_for(parameters[name])
-                targets = [hosts[name] for name in names[part.ours]]
+                targets = [parameters[name] for name in names[part.ours]]
+                if part.ours not in hosts:
+                    hosts[part.ours] = host_for(targets[0])
                 stored = folder.places[part.theirs][1]
-                read_part(file, stored, part.tensor, targets, folder.model)
+                read_part(file, stored, part, hosts[part.ours], folder.model)
                 left[part.ours] -= 1
-                if left[part.ours]:
-                    continue
-                for name in names[part.ours]:
-                    host = hosts.pop(name)
-                    if host is not parameters[name]:
-                        arrays.upload(host, out=parameters[name])
+                if not left[part.ours]:
+                    copy_to(targets, hosts.pop(part.ours))
             done += file.bytes_read
     return done
 
@@ -95,26 +83,40 @@ def host_for(target: Array) -> np.ndarray:
     return target
 
 
+def copy_to(targets: Iterable[Array], host: np.ndarray) -> None:
+    """Set arrays, of host or GPU, to the values of one on the host, which may be one of them."""
+    for target in targets:
+        if arrays.is_device(target):
+            arrays.upload(host, out=target)
+        elif target is not host:
+            target[...] = host
+
+
 def read_part(
-    file: TensorFile, name: str, tensor: Tensor, ours: Sequence[np.ndarray], model: GPT
+    file: TensorFile,
+    name: str,
+    tensor: Tensor,
+    ours: np.ndarray,
+    model: GPT,
+    owner: str = "",
+    remedy: str = NOT_THESE,
 ) -> None:
-    """Set the part of our host arrays that a tensor is."""
+    """Set the part of our host array that a tensor is."""
     entry = file.arrays.get(name)
-    expected = shape_of(tensor, ours[0].shape, model)
+    expected = shape_of(tensor, ours.shape, model)
     if entry is None or entry.kind.name not in FLOATS or entry.shape != expected:
         raise ArgumentError(
-            f"the tensor {name} does not fit the model",
+            f"the tensor {name}{owner} does not fit the model",
             found=f"{entry or 'none'} in {file.path}",
             expected=f"{' or '.join(FLOATS)}, {list(expected)}",
-            remedy=NOT_THESE,
+            remedy=remedy,
         )
-    views = [view(tensor, array, model) for array in ours]
+    part = view(tensor, ours, model)
     # Of a tensor that slices of the head share, only some rows.
     row = entry.nbytes // max(1, expected[0])
-    values = np.empty(views[0].shape, entry.kind)
+    values = np.empty(part.shape, entry.kind)
     file.read_into(name, values, tensor.first * row)
     if arrays.is_half(entry.kind):
         values = values.astype(np.float32)
     check_finite(values, f"the tensor {name}", file.path, COPY_AGAIN)
-    for part in views:
-        part[...] = values
+    part[...] = values

@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import TypeAlias
 
@@ -24,7 +23,7 @@ from mpipipe.errors import NonFiniteError, StorageError
 from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface.families import Family, expressed
 from mpipipe.language.models.huggingface.folder import INDEX, Origin, count_not_finite
-from mpipipe.language.models.huggingface.names import Part, parts_of, shape_of, view
+from mpipipe.language.models.huggingface.names import Tensor, parts_of, shape_of, view
 from mpipipe.language.models.huggingface.options import CONFIG
 from mpipipe.options import Values
 
@@ -109,10 +108,10 @@ def save(
             if len(groups) == 1:
                 name = "model.safetensors"
             tensors = outgoing(family, model, read(group), arrays.dtype(dtype))
-            write_tensors(unnamed / name, tensors, metadata=METADATA)
-            for theirs, tensor in tensors.items():
+            written = write_tensors(unnamed / name, tensors, metadata=METADATA)
+            for theirs, entry in written.arrays.items():
                 places[theirs] = name
-                total += prod(tensor.shape) * tensor.dtype.itemsize
+                total += entry.nbytes
         origin.copy(unnamed)
         if len(groups) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": places}
@@ -140,12 +139,12 @@ def outgoing(
     family: Family, model: GPT, ours: Mapping[str, Array], dtype: np.dtype
 ) -> dict[str, Planned]:
     """Return the tensors of these parameters by name; each is made when it is written."""
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[Tensor]] = {}
     for part in parts_of(family.table, model):
         if part.ours in ours:
             parts.setdefault(part.theirs, []).append(part)
 
-    def make(several: Sequence[Part]) -> np.ndarray:
+    def make(several: Sequence[Tensor]) -> np.ndarray:
         made = [converted(part, ours[part.ours], dtype, model) for part in several]
         if len(made) == 1:
             return made[0]
@@ -154,16 +153,16 @@ def outgoing(
     tensors = {}
     for theirs, several in parts.items():
         first = several[0]
-        shape = shape_of(first.tensor, ours[first.ours].shape, model)
+        shape = shape_of(first, ours[first.ours].shape, model)
         tensors[theirs] = Planned(dtype, shape, partial(make, several))
     return tensors
 
 
-def converted(part: Part, array: Array, dtype: np.dtype, model: GPT) -> np.ndarray:
+def converted(part: Tensor, array: Array, dtype: np.dtype, model: GPT) -> np.ndarray:
     """Return the values of one of their tensors, contiguous and in the dtype of the file."""
     host = arrays.download(array)
     with np.errstate(over="ignore"):
-        values = np.ascontiguousarray(view(part.tensor, host, model), dtype=dtype)
+        values = np.ascontiguousarray(view(part, host, model), dtype=dtype)
     count = count_not_finite(values.astype(np.float32) if arrays.is_half(dtype) else values)
     if count:
         raise NonFiniteError(

@@ -76,7 +76,7 @@ def test_logits_and_gradients_equal_those_of_peft(torch, tmp_path, family, targe
     parameters, seen = dict(theirs.named_parameters()), set()
     for part in adapter_parts(lora, found.family, found.model):
         gradient = parameters[part.theirs.replace(".weight", ".default.weight")].grad.numpy()
-        ours = view(part.tensor, stage.gradients[part.ours], found.model).reshape(gradient.shape)
+        ours = view(part, stage.gradients[part.ours], found.model).reshape(gradient.shape)
         assert np.abs(ours - gradient).max() <= 1e-9, part.theirs
         close(ours, gradient, OPERATIONS, 4 * largest(gradient), what=part.theirs)
         seen.add(part.ours)

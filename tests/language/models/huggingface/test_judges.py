@@ -40,8 +40,8 @@ def gradients_in_their_names(found, stage):
     for part in parts_of(found.family.table, found.model):
         yield (
             part.theirs,
-            np.ascontiguousarray(view(part.tensor, ours[part.ours], found.model)).reshape(
-                shape_of(part.tensor, ours[part.ours].shape, found.model)
+            np.ascontiguousarray(view(part, ours[part.ours], found.model)).reshape(
+                shape_of(part, ours[part.ours].shape, found.model)
             ),
         )
 
@@ -146,6 +146,6 @@ def test_256_greedy_tokens_are_those_of_transformers(comm, mpi_tmp_path, family)
             plan = LayerPlan(schedule, schedules.partition(found.model.costs(), pipe), rows=1)
             load = partial(found.load, mesh=mesh)
             with build_decoder(found.model, plan, mesh, "float64", len(prompt) + 256, load) as decoder:
-                tokens = [drawn.token for drawn in answers(decoder, [prompt], 256, Sampling(temperature=0.0))]
-        assert tokens == expected, f"pipe {pipe}, seq {seq}"
+                (answer,) = answers(decoder, [prompt], 256, Sampling(temperature=0.0))
+        assert answer.tokens == expected, f"pipe {pipe}, seq {seq}"
     assert len(set(expected)) > 10  # a text, and not one token again and again
