@@ -213,7 +213,7 @@ def send_at_once(comm, transport, count=16):
     right, left = neighbours(comm)
     received = transport.empty((count,), np.dtype(float))
     arriving = transport.irecv(received, left, 0, 1)
-    while not arriving.posted:
+    while any(piece.request is None for piece in arriving.line):
         transport.progress()
     comm.Barrier()
     leaving = transport.isend(make(7, count), right, 0, 1)

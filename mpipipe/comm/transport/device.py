@@ -19,8 +19,9 @@ Host arrays, headers for example, go along with the others, in the same order.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections import defaultdict, deque
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeAlias
 
 import numpy as np
@@ -30,9 +31,10 @@ from mpipipe.arrays import Array, DeviceArray, Event, Shape
 from mpipipe.comm.transport.host import (
     PIECE_BYTES,
     HostTransport,
+    Start,
     Transport,
     check_sendable,
-    start_all,
+    in_pieces,
 )
 from mpipipe.job import (
     Communicator,
@@ -44,27 +46,26 @@ from mpipipe.job import (
     unregister_progress,
 )
 
-Name: TypeAlias = tuple[int, int, int]  # peer, channel, tag
+Name: TypeAlias = tuple[bool, int, int, int]  # whether it is received, peer, channel, tag
 
 
 class DeviceTransport(Transport):
-    """Messages whose addresses in device memory go to a GPU-aware MPI.
+    """Messages whose addresses in device memory go to a GPU-aware MPI, in pieces.
 
-    Those of device arrays are of the classes `outgoing` and `incoming`, which start once the event
-    `ready` is done.
+    All messages of one name stand in one line, piece by piece, in the order of the calls.
     """
 
     piece_bytes = PIECE_BYTES
+    depth: int | None = None  # pieces of one line that are under way at once; None: all
 
     retires = True
 
     def __init__(self, comm: Communicator, channels: int = 1, synchronous: bool = False) -> None:
         self.host = HostTransport(comm, channels, synchronous, self.piece_bytes)
         self.channels = self.host.channels
-        self.outgoing: type[DeviceMessage] = WholeMessage
-        self.incoming: type[DeviceMessage] = WholeMessage
-        self.sends: list[DeviceMessage] = []  # messages under way, in the order of the calls
-        self.receives: list[DeviceMessage] = []
+        self.outgoing = Piece  # the classes of the pieces of device arrays
+        self.incoming = Piece
+        self.lines: dict[Name, deque[Piece]] = defaultdict(deque)
         # id -> (event, array); the array is held so that its id stays its own
         self.retired: dict[int, tuple[Event, DeviceArray]] = {}
         register_progress(self)
@@ -77,33 +78,52 @@ class DeviceTransport(Transport):
             self.retired[id(array)] = arrays.record(), array
 
     def isend(self, array: Array, peer: int, channel: int, tag: int) -> DeviceMessage:
-        return self._begin(self.sends, self.outgoing, (peer, channel, tag), array)
+        check_sendable(array)
+        ready = None
+        if arrays.is_device(array):
+            ready = arrays.record()
+        operation = self.host.senders[channel]
+        return self._begin(operation, self.outgoing, (False, peer, channel, tag), array, ready)
 
     def irecv(self, array: Array, peer: int, channel: int, tag: int) -> DeviceMessage:
-        return self._begin(self.receives, self.incoming, (peer, channel, tag), array)
+        check_sendable(array)
+        ready = None
+        if id(array) in self.retired:
+            ready, _ = self.retired.pop(id(array))
+        elif arrays.is_device(array):
+            ready = arrays.record()
+        operation = self.host.receivers[channel]
+        return self._begin(operation, self.incoming, (True, peer, channel, tag), array, ready)
 
     def _begin(
-        self, messages: list[DeviceMessage], kind: type[DeviceMessage], name: Name, array: Array
+        self, operation: Start, kind: type[Piece], name: Name, array: Array, ready: Event | None
     ) -> DeviceMessage:
-        check_sendable(array)
         register_progress(self)  # for the thread that uses it now
-        ready = None
-        if not arrays.is_device(array):
-            kind = WholeMessage
-        elif messages is self.receives and id(array) in self.retired:
-            ready, _ = self.retired.pop(id(array))
-        else:
-            ready = arrays.record()
-        message = kind(self, messages, name, array, ready)
-        messages.append(message)
-        _advance(messages)
+        if ready is None:
+            kind = Piece
+        line = self.lines[name]
+        message = DeviceMessage(self, line, operation, name, ready)
+        for part in in_pieces(array, self.piece_bytes):
+            line.append(kind(message, part))
+            message.left += 1
+        self._advance(line)
         return message
 
+    def _advance(self, line: deque[Piece]) -> None:
+        """Let pieces advance; MPI gets them in their order."""
+        has_all = True
+        for piece in islice(line, self.depth):
+            if not piece.prepare(is_first=piece is line[0]):
+                break
+            has_all = has_all and piece.post()
+        while line and line[0].request is not None and line[0].request.Test():
+            line.popleft().finish()
+
     def progress(self) -> bool:
-        if self.sends:
-            _advance(self.sends)
-        if self.receives:
-            _advance(self.receives)
+        for name, line in tuple(self.lines.items()):
+            self._advance(line)
+            if not line:
+                del self.lines[name]
         return True
 
     def drop_buffers(self) -> None:
@@ -120,93 +140,72 @@ class DeviceTransport(Transport):
         self.channels = []
 
 
-def _advance(messages: list[DeviceMessage]) -> None:
-    """Let messages advance; of those with one name, a later one waits for the earlier."""
-    waiting: set[Name] = set()
-    for message in messages:
-        if message.name not in waiting:
-            message.advance()
-            if not message.posted:
-                waiting.add(message.name)
-    messages[:] = [message for message in messages if not message.finished]
-
-
 @dataclass(eq=False, repr=False)
-class DeviceMessage(ABC):
-    """A request for one array, which a transport advances and has in one of its lists, `messages`.
+class DeviceMessage:
+    """A request for one array, whose pieces a transport has in `line`.
 
     `ready` is what must be done before MPI may touch the array; None for a host array.
     """
 
     transport: DeviceTransport
-    messages: list[DeviceMessage]
+    line: deque[Piece]
+    operation: Start
     name: Name
-    array: Array
     ready: Event | None
-    # All of it is handed to MPI: a message of the same name may follow.
-    posted: bool = False
-    finished: bool = False
-
-    @abstractmethod
-    def advance(self) -> None:
-        """Take the next steps, if any can be taken; never waits."""
-
-    @abstractmethod
-    def _withdraw(self) -> None:
-        """Cancel the requests of MPI that belong to it."""
+    left: int = 0  # pieces that are not complete
+    arrived: Event | None = None  # after the last copy from the host
 
     def Test(self) -> bool:
-        """Whether nothing is left to do; lets everything of the transport advance."""
-        if not self.finished:
+        """Whether nothing is left to do; then later work on the current stream finds the data.
+
+        Everything of the transport advances.
+        """
+        if self.left:
             self.transport.progress()
-        return self.finished
+        if self.left:
+            return False
+        if self.arrived is not None:
+            arrays.wait_for(self.arrived)
+        return True
 
     def Cancel(self) -> None:
         """Withdraw what can be withdrawn; keep for ever what MPI or the device may still touch."""
-        keep_forever((self, self.transport))
-        if self in self.messages:
-            self.messages.remove(self)
-        self._withdraw()
+        keep_forever((self.transport, tuple(self.line)))
+        for piece in self.line:
+            if piece.message is self and piece.request is not None:
+                piece.request.Cancel()
+        self.line.clear()  # what MPI would match with later messages of the name is not sent
 
 
-class WholeMessage(DeviceMessage):
-    """A message that MPI gets as a whole, once an event is done."""
+class Piece:
+    """A part of an array, as bytes, which goes to MPI as it is, once an event is done."""
 
-    request: Request | None = None
+    request: Request | None = None  # MPI's, which has the piece from then on
 
-    def advance(self) -> None:
+    def __init__(self, message: DeviceMessage, part: Array) -> None:
+        self.message = message
+        self.part = part
+
+    def prepare(self, is_first: bool) -> bool:
+        """Do what comes before MPI, but for waiting; False where all later ones must wait."""
+        ready = self.message.ready
+        return self.request is not None or ready is None or arrays.is_done(ready)
+
+    def post(self) -> bool:
+        """Let MPI have the piece, if it may; return whether it has."""
         if self.request is None:
-            if self.ready is not None and not arrays.is_done(self.ready):
-                return
-            self.request = self._start()
-            self.posted = True
-        self.finished = self.request.Test()
+            memory = self.part
+            if arrays.is_device(memory):
+                MPI = runtime.mpi()
+                address = arrays.address(memory)
+                memory = [MPI.buffer.fromaddress(address, memory.nbytes), MPI.BYTE]
+            self._start(memory)
+        return True
 
-    def _start(self) -> Request:
-        host = self.transport.host
-        peer, channel, tag = self.name
-        start = host.irecv
-        operations = host.receivers
-        if self.messages is self.transport.sends:
-            start = host.isend
-            operations = host.senders
-        if self.ready is None:
-            return own(start(self.array, peer, channel, tag))
-        pieces = device_pieces(self.array, self.transport.piece_bytes)
-        return start_all(operations[channel], pieces, peer, tag, self.array)
+    def _start(self, memory: object) -> None:
+        _, peer, _, tag = self.message.name
+        self.request = own(self.message.operation(memory, peer, tag), self.part)
 
-    def _withdraw(self) -> None:
-        if self.request is not None:
-            self.request.Cancel()
-
-
-def device_pieces(array: DeviceArray, piece_bytes: int) -> list[list[object]]:
-    """Return a device array as [memory, type] for MPI, in pieces of `piece_bytes`."""
-    MPI = runtime.mpi()
-    address = arrays.address(array)
-    nbytes = array.nbytes
-    pieces = []
-    for start in range(0, max(1, nbytes), piece_bytes):
-        size = min(piece_bytes, nbytes - start)
-        pieces.append([MPI.buffer.fromaddress(address + start, size), MPI.BYTE])
-    return pieces
+    def finish(self) -> None:
+        """Do what comes after MPI."""
+        self.message.left -= 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from math import prod
 from typing import Any, Protocol, TypeAlias
@@ -114,10 +114,8 @@ class HostTransport(Transport):
 
     def _in_pieces(self, operation: Start, array: np.ndarray, peer: int, tag: int) -> Request:
         """Send or receive as bytes."""
-        flat = array.reshape(-1).view(np.uint8)
-        size = self.piece_bytes
-        pieces = [flat[at : at + size] for at in range(0, max(1, flat.size), size)]
-        return start_all(operation, pieces, peer, tag)
+        pieces = in_pieces(array, self.piece_bytes)
+        return RequestGroup([own(operation(piece, peer, tag)) for piece in pieces])
 
     def isend(self, array: Array, peer: int, channel: int, tag: int) -> Request:
         if not isinstance(array, np.ndarray):
@@ -156,17 +154,10 @@ class RequestGroup:
             request.Cancel()
 
 
-def start_all(
-    operation: Start, pieces: Sequence[object], peer: int, tag: int, *buffers: object
-) -> Request:
-    """Start an operation on each piece, as one request.
-
-    `buffers` own the memory of pieces that are mere addresses.
-    """
-    requests = [own(operation(piece, peer, tag), *buffers) for piece in pieces]
-    if len(requests) == 1:
-        return requests[0]
-    return RequestGroup(requests)
+def in_pieces(array: Array, size: int) -> list[Array]:
+    """Cut a C-contiguous array into pieces of `size` bytes, at least one."""
+    flat = array.reshape(-1).view(np.uint8)
+    return [flat[at : at + size] for at in range(0, max(1, flat.size), size)]
 
 
 def check_sendable(array: Array) -> None:

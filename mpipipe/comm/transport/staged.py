@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import DeviceArray, Event
-from mpipipe.comm.transport.device import DeviceMessage, DeviceTransport
+from mpipipe.arrays import Event
+from mpipipe.comm.transport.device import DeviceTransport, Piece
 from mpipipe.comm.transport.host import CHUNK_BYTES
-from mpipipe.job import Communicator, Request, own
+from mpipipe.job import Communicator
 
 RING = 8  # chunks in pinned memory and in use, each way, beyond the first one of each message
-DEPTH = 3  # chunks of one message at once: one is copied, one is on the wire, one is about to be
 
 
 class StagedTransport(DeviceTransport):
@@ -39,6 +36,7 @@ class StagedTransport(DeviceTransport):
     """
 
     piece_bytes = CHUNK_BYTES
+    depth = 3  # one is copied, one is on the wire, one is about to be
 
     def __init__(self, comm: Communicator, channels: int = 1, synchronous: bool = False) -> None:
         super().__init__(comm, channels, synchronous)
@@ -48,18 +46,12 @@ class StagedTransport(DeviceTransport):
         self.inward = arrays.side_stream()
         self.out_pool = PinnedPool(RING * self.piece_bytes)
         self.in_pool = PinnedPool(RING * self.piece_bytes)
-        # chunks on their way out to the host, and in to the device
-        self.copied: deque[tuple[Event, _Outgoing, np.ndarray, int]] = deque()  # bytes last
-        self.returned: deque[tuple[Event, _Incoming, np.ndarray]] = deque()
+        # Buffers whose content is on its way to the device.
+        self.returned: deque[tuple[Event, np.ndarray]] = deque()
 
     def progress(self) -> bool:
-        while self.copied and arrays.is_done(self.copied[0][0]):
-            _, sending, buffer, nbytes = self.copied.popleft()
-            sending.send(buffer, nbytes)
         while self.returned and arrays.is_done(self.returned[0][0]):
-            _, receiving, buffer = self.returned.popleft()
-            receiving.in_use -= 1
-            self.in_pool.give(buffer)
+            self.in_pool.give(self.returned.popleft()[1])
         return super().progress()
 
     def drop_buffers(self) -> None:
@@ -68,102 +60,66 @@ class StagedTransport(DeviceTransport):
         self.in_pool.drop_buffers()
 
     def close(self) -> None:
-        for event, *_ in self.returned:
+        for event, _ in self.returned:
             event.synchronize()
         super().close()
 
 
-@dataclass(eq=False, repr=False)
-class _Staged(DeviceMessage):
-    """A message in chunks."""
+class _Outgoing(Piece):
+    """A chunk that is sent."""
 
-    transport: StagedTransport
+    buffer: np.ndarray | None = None
+    copied: Event
 
-    def __post_init__(self) -> None:
-        self.bytes = self.array.reshape(-1).view(np.uint8)  # the array as bytes
-        self.next = 0  # byte at which the next chunk begins
-        self.in_use = 0  # buffers in use
-        # chunks that have had no buffer yet
-        self.untaken = -(-max(1, self.array.nbytes) // self.transport.piece_bytes)
-        self.unsent = self.untaken  # chunks on the way out that MPI has not had yet
-        self.arrived: Event | None = None  # after the last copy in
-        # (MPI request, buffer, chunk) of each chunk that MPI has, oldest first; chunk is None on
-        # the way out
-        self.wire: deque[tuple[Request, np.ndarray, DeviceArray]] = deque()
-
-    def _chunks(self, pool: PinnedPool) -> Iterator[tuple[np.ndarray, DeviceArray]]:
-        """(buffer, chunk of the array) of each next chunk for which there is a buffer."""
-        size = self.transport.piece_bytes
-        while self.untaken and self.in_use < DEPTH:
-            buffer = pool.take(min(size, self.array.nbytes), first=self.in_use == 0)
-            if buffer is None:
-                return
-            chunk = self.bytes[self.next : self.next + size]
-            self.in_use += 1
-            self.untaken -= 1
-            self.next += size
-            yield buffer, chunk
-
-    def _withdraw(self) -> None:
-        for request, *_ in self.wire:
-            request.Cancel()
-
-
-class _Outgoing(_Staged):
-    """A message that is sent in chunks."""
-
-    def advance(self) -> None:
-        transport = self.transport
-        while self.wire and self.wire[0][0].Test():
-            transport.out_pool.give(self.wire.popleft()[1])
-            self.in_use -= 1
-        begins = self.next == 0
-        for buffer, chunk in self._chunks(transport.out_pool):
+    def prepare(self, is_first: bool) -> bool:
+        transport = self.message.transport
+        if self.buffer is None:
+            nbytes = self.part.nbytes
+            self.buffer = transport.out_pool.take(nbytes, is_first)
+            if self.buffer is None:
+                return False
             with transport.outward:
-                if begins:
-                    begins = False
-                    arrays.wait_for(self.ready)
-                if chunk.nbytes:
-                    arrays.copy_to_host(buffer[: chunk.nbytes], chunk)
-                transport.copied.append((arrays.record(), self, buffer, chunk.nbytes))
-        self.finished = self.posted and self.in_use == 0
-
-    def send(self, buffer: np.ndarray, nbytes: int) -> None:
-        """Hand MPI a chunk that has arrived on the host, in the order of their copies."""
-        peer, channel, tag = self.name
-        request = own(self.transport.host.senders[channel](buffer[:nbytes], peer, tag))
-        self.wire.append((request, buffer, None))
-        self.unsent -= 1
-        self.posted = self.unsent == 0
-
-
-class _Incoming(_Staged):
-    """A message that is received in chunks."""
-
-    def advance(self) -> None:
-        transport = self.transport
-        peer, channel, tag = self.name
-        for buffer, chunk in self._chunks(transport.in_pool):
-            receive = transport.host.receivers[channel]
-            self.wire.append((own(receive(buffer[: chunk.nbytes], peer, tag)), buffer, chunk))
-            self.posted = self.untaken == 0
-        while self.wire and self.wire[0][0].Test():
-            _, buffer, chunk = self.wire.popleft()
-            with transport.inward:
-                if self.arrived is None:
-                    arrays.wait_for(self.ready)
-                if chunk.nbytes:
-                    arrays.copy_to_device(chunk, buffer[: chunk.nbytes])
-                self.arrived = arrays.record()
-            transport.returned.append((self.arrived, self, buffer))
-        self.finished = self.posted and not self.wire
-
-    def Test(self) -> bool:
-        """As for any message; once it is true, later work on the current stream finds the data."""
-        if not super().Test():
-            return False
-        arrays.wait_for(self.arrived)
+                arrays.wait_for(self.message.ready)
+                if nbytes:
+                    arrays.copy_to_host(self.buffer[:nbytes], self.part)
+                self.copied = arrays.record()
         return True
+
+    def post(self) -> bool:
+        if self.request is None and arrays.is_done(self.copied):
+            self._start(self.buffer[: self.part.nbytes])
+        return self.request is not None
+
+    def finish(self) -> None:
+        super().finish()
+        self.message.transport.out_pool.give(self.buffer)
+
+
+class _Incoming(Piece):
+    """A chunk that is received."""
+
+    buffer: np.ndarray | None = None
+
+    def prepare(self, is_first: bool) -> bool:
+        if self.buffer is None:
+            self.buffer = self.message.transport.in_pool.take(self.part.nbytes, is_first)
+        return self.buffer is not None
+
+    def post(self) -> bool:
+        if self.request is None:
+            self._start(self.buffer[: self.part.nbytes])
+        return True
+
+    def finish(self) -> None:
+        super().finish()
+        message = self.message
+        nbytes = self.part.nbytes
+        with message.transport.inward:
+            arrays.wait_for(message.ready)
+            if nbytes:
+                arrays.copy_to_device(self.part, self.buffer[:nbytes])
+            message.arrived = arrays.record()
+        message.transport.returned.append((message.arrived, self.buffer))
 
 
 # -- Pinned host memory that messages pass through, one chunk at a time ----------------------------
