@@ -20,7 +20,9 @@ Host arrays, headers for example, go along with the others, in the same order.
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TypeAlias
 
@@ -37,6 +39,7 @@ from mpipipe.comm.transport.host import (
     in_pieces,
 )
 from mpipipe.job import (
+    Buffer,
     Communicator,
     Request,
     keep_forever,
@@ -46,7 +49,8 @@ from mpipipe.job import (
     unregister_progress,
 )
 
-Name: TypeAlias = tuple[bool, int, int, int]  # whether it is received, peer, channel, tag
+Name: TypeAlias = tuple[Start, int, int]  # how it is sent or received on a channel, peer, tag
+MakesPiece: TypeAlias = "Callable[[DeviceMessage, Array], Piece]"
 
 
 class DeviceTransport(Transport):
@@ -57,14 +61,14 @@ class DeviceTransport(Transport):
 
     piece_bytes = PIECE_BYTES
     depth: int | None = None  # pieces of one line that are under way at once; None: all
-
     retires = True
 
     def __init__(self, comm: Communicator, channels: int = 1, synchronous: bool = False) -> None:
         self.host = HostTransport(comm, channels, synchronous, self.piece_bytes)
         self.channels = self.host.channels
-        self.outgoing = Piece  # the classes of the pieces of device arrays
-        self.incoming = Piece
+        # The classes of the pieces of device arrays.
+        self.outgoing: MakesPiece = DevicePiece
+        self.incoming: MakesPiece = DevicePiece
         self.lines: dict[Name, deque[Piece]] = defaultdict(deque)
         # id -> (event, array); the array is held so that its id stays its own
         self.retired: dict[int, tuple[Event, DeviceArray]] = {}
@@ -77,32 +81,26 @@ class DeviceTransport(Transport):
         if arrays.is_device(array):
             self.retired[id(array)] = arrays.record(), array
 
-    def isend(self, array: Array, peer: int, channel: int, tag: int) -> DeviceMessage:
-        check_sendable(array)
-        ready = None
-        if arrays.is_device(array):
-            ready = arrays.record()
-        operation = self.host.senders[channel]
-        return self._begin(operation, self.outgoing, (False, peer, channel, tag), array, ready)
+    def receiver(self, channel: int, shape: Shape, kind: np.dtype) -> Start:
+        return partial(self._begin, self.host.receivers[channel], self.incoming)
 
-    def irecv(self, array: Array, peer: int, channel: int, tag: int) -> DeviceMessage:
-        check_sendable(array)
-        ready = None
-        if id(array) in self.retired:
-            ready, _ = self.retired.pop(id(array))
-        elif arrays.is_device(array):
-            ready = arrays.record()
-        operation = self.host.receivers[channel]
-        return self._begin(operation, self.incoming, (True, peer, channel, tag), array, ready)
+    def sender(self, channel: int, shape: Shape, kind: np.dtype) -> Start:
+        return partial(self._begin, self.host.senders[channel], self.outgoing)
 
     def _begin(
-        self, operation: Start, kind: type[Piece], name: Name, array: Array, ready: Event | None
+        self, operation: Start, kind: MakesPiece, array: Array, peer: int, tag: int
     ) -> DeviceMessage:
+        check_sendable(array)
         register_progress(self)  # for the thread that uses it now
-        if ready is None:
+        ready = None
+        if not arrays.is_device(array):
             kind = Piece
-        line = self.lines[name]
-        message = DeviceMessage(self, line, operation, name, ready)
+        elif operation in self.host.receivers and id(array) in self.retired:
+            ready, _ = self.retired.pop(id(array))
+        else:
+            ready = arrays.record()
+        line = self.lines[operation, peer, tag]
+        message = DeviceMessage(self, line, operation, peer, tag, ready)
         for part in in_pieces(array, self.piece_bytes):
             line.append(kind(message, part))
             message.left += 1
@@ -150,7 +148,8 @@ class DeviceMessage:
     transport: DeviceTransport
     line: deque[Piece]
     operation: Start
-    name: Name
+    peer: int
+    tag: int
     ready: Event | None
     left: int = 0  # pieces that are not complete
     arrived: Event | None = None  # after the last copy from the host
@@ -178,13 +177,14 @@ class DeviceMessage:
 
 
 class Piece:
-    """A part of an array, as bytes, which goes to MPI as it is, once an event is done."""
+    """A part of an array, as bytes, which goes to MPI once an event is done."""
 
     request: Request | None = None  # MPI's, which has the piece from then on
 
     def __init__(self, message: DeviceMessage, part: Array) -> None:
         self.message = message
         self.part = part
+        self.memory: Buffer = part  # what MPI gets
 
     def prepare(self, is_first: bool) -> bool:
         """Do what comes before MPI, but for waiting; False where all later ones must wait."""
@@ -194,18 +194,19 @@ class Piece:
     def post(self) -> bool:
         """Let MPI have the piece, if it may; return whether it has."""
         if self.request is None:
-            memory = self.part
-            if arrays.is_device(memory):
-                MPI = runtime.mpi()
-                address = arrays.address(memory)
-                memory = [MPI.buffer.fromaddress(address, memory.nbytes), MPI.BYTE]
-            self._start(memory)
+            message = self.message
+            self.request = own(message.operation(self.memory, message.peer, message.tag), self.part)
         return True
-
-    def _start(self, memory: object) -> None:
-        _, peer, _, tag = self.message.name
-        self.request = own(self.message.operation(memory, peer, tag), self.part)
 
     def finish(self) -> None:
         """Do what comes after MPI."""
         self.message.left -= 1
+
+
+class DevicePiece(Piece):
+    """A part of a device array, whose address MPI gets."""
+
+    def __init__(self, message: DeviceMessage, part: DeviceArray) -> None:
+        super().__init__(message, part)
+        MPI = runtime.mpi()
+        self.memory = [MPI.buffer.fromaddress(arrays.address(part), part.nbytes), MPI.BYTE]

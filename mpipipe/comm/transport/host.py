@@ -38,19 +38,19 @@ class Transport(Protocol):
     def empty(self, shape: Shape, kind: np.dtype) -> Array:
         """A receive buffer in the memory where this rank computes; its content is undefined."""
 
-    def isend(self, array: Array, peer: int, channel: int, tag: int) -> Request:
-        """Start sending; the array must stay as it is until the request tests true."""
-
-    def irecv(self, array: Array, peer: int, channel: int, tag: int) -> Request:
-        """Start receiving into `array`, which must have the sender's size in bytes."""
-
     def receiver(self, channel: int, shape: Shape, kind: np.dtype) -> Start:
         """Return the function of (array, peer, tag) that receives such arrays over a channel."""
-        return lambda array, peer, tag: self.irecv(array, peer, channel, tag)
 
     def sender(self, channel: int, shape: Shape, kind: np.dtype) -> Start:
         """Return the function of (array, peer, tag) that sends such arrays over a channel."""
-        return lambda array, peer, tag: self.isend(array, peer, channel, tag)
+
+    def isend(self, array: Array, peer: int, channel: int, tag: int) -> Request:
+        """Start sending; the array must stay as it is until the request tests true."""
+        return self.sender(channel, array.shape, array.dtype)(array, peer, tag)
+
+    def irecv(self, array: Array, peer: int, channel: int, tag: int) -> Request:
+        """Start receiving into `array`, which must have the sender's size in bytes."""
+        return self.receiver(channel, array.shape, array.dtype)(array, peer, tag)
 
     def close(self) -> None:
         """Free the communicators; collective, and only when nothing is under way."""
@@ -125,10 +125,7 @@ class HostTransport(Transport):
                 expected="numpy.ndarray",
                 remedy="give your stage the attribute device = 'cuda'",
             )
-        return self.sender(channel, array.shape, array.dtype)(array, peer, tag)
-
-    def irecv(self, array: np.ndarray, peer: int, channel: int, tag: int) -> Request:
-        return self.receiver(channel, array.shape, array.dtype)(array, peer, tag)
+        return super().isend(array, peer, channel, tag)
 
     def close(self) -> None:
         for channel in self.channels:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from functools import partial
 
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Event
-from mpipipe.comm.transport.device import DeviceTransport, Piece
+from mpipipe.arrays import Array, Event
+from mpipipe.comm.transport.device import DeviceMessage, DeviceTransport, Piece
 from mpipipe.comm.transport.host import CHUNK_BYTES
 from mpipipe.job import Communicator
 
@@ -40,86 +41,71 @@ class StagedTransport(DeviceTransport):
 
     def __init__(self, comm: Communicator, channels: int = 1, synchronous: bool = False) -> None:
         super().__init__(comm, channels, synchronous)
-        self.outgoing = _Outgoing
-        self.incoming = _Incoming
-        self.outward = arrays.side_stream()
-        self.inward = arrays.side_stream()
-        self.out_pool = PinnedPool(RING * self.piece_bytes)
-        self.in_pool = PinnedPool(RING * self.piece_bytes)
-        # Buffers whose content is on its way to the device.
-        self.returned: deque[tuple[Event, np.ndarray]] = deque()
-
-    def progress(self) -> bool:
-        while self.returned and arrays.is_done(self.returned[0][0]):
-            self.in_pool.give(self.returned.popleft()[1])
-        return super().progress()
+        self.outward = PinnedPool(RING * self.piece_bytes)
+        self.inward = PinnedPool(RING * self.piece_bytes)
+        self.outgoing = partial(_Outgoing, self.outward)
+        self.incoming = partial(_Incoming, self.inward)
 
     def drop_buffers(self) -> None:
         super().drop_buffers()
-        self.out_pool.drop_buffers()
-        self.in_pool.drop_buffers()
+        self.outward.free.clear()
+        self.inward.free.clear()
 
     def close(self) -> None:
-        for event, _ in self.returned:
-            event.synchronize()
+        self.inward.finish()
         super().close()
 
 
-class _Outgoing(Piece):
+class _Chunk(Piece):
+    """A piece that goes through pinned memory."""
+
+    def __init__(self, pool: PinnedPool, message: DeviceMessage, part: Array) -> None:
+        super().__init__(message, part)
+        self.pool = pool
+        self.taken: np.ndarray | None = None
+
+    def prepare(self, is_first: bool) -> bool:
+        if self.taken is None:
+            self.taken = self.pool.take(self.part.nbytes, is_first)
+            if self.taken is None:
+                return False
+            self.memory = self.taken[: self.part.nbytes]
+            self._fill()
+        return True
+
+    def _fill(self) -> None:
+        """Begin to fill the buffer, if it is sent."""
+
+
+class _Outgoing(_Chunk):
     """A chunk that is sent."""
 
-    buffer: np.ndarray | None = None
-    copied: Event
-
-    def prepare(self, is_first: bool) -> bool:
-        transport = self.message.transport
-        if self.buffer is None:
-            nbytes = self.part.nbytes
-            self.buffer = transport.out_pool.take(nbytes, is_first)
-            if self.buffer is None:
-                return False
-            with transport.outward:
-                arrays.wait_for(self.message.ready)
-                if nbytes:
-                    arrays.copy_to_host(self.buffer[:nbytes], self.part)
-                self.copied = arrays.record()
-        return True
+    def _fill(self) -> None:
+        with self.pool.stream:
+            arrays.wait_for(self.message.ready)
+            if self.part.nbytes:
+                arrays.copy_to_host(self.memory, self.part)
+            self.copied = arrays.record()
 
     def post(self) -> bool:
-        if self.request is None and arrays.is_done(self.copied):
-            self._start(self.buffer[: self.part.nbytes])
-        return self.request is not None
+        return self.request is not None or (arrays.is_done(self.copied) and super().post())
 
     def finish(self) -> None:
         super().finish()
-        self.message.transport.out_pool.give(self.buffer)
+        self.pool.give(self.taken)
 
 
-class _Incoming(Piece):
+class _Incoming(_Chunk):
     """A chunk that is received."""
 
-    buffer: np.ndarray | None = None
-
-    def prepare(self, is_first: bool) -> bool:
-        if self.buffer is None:
-            self.buffer = self.message.transport.in_pool.take(self.part.nbytes, is_first)
-        return self.buffer is not None
-
-    def post(self) -> bool:
-        if self.request is None:
-            self._start(self.buffer[: self.part.nbytes])
-        return True
-
     def finish(self) -> None:
         super().finish()
-        message = self.message
-        nbytes = self.part.nbytes
-        with message.transport.inward:
-            arrays.wait_for(message.ready)
-            if nbytes:
-                arrays.copy_to_device(self.part, self.buffer[:nbytes])
-            message.arrived = arrays.record()
-        message.transport.returned.append((message.arrived, self.buffer))
+        with self.pool.stream:
+            arrays.wait_for(self.message.ready)
+            if self.part.nbytes:
+                arrays.copy_to_device(self.part, self.memory)
+            self.message.arrived = arrays.record()
+        self.pool.give(self.taken, self.message.arrived)
 
 
 # -- Pinned host memory that messages pass through, one chunk at a time ----------------------------
@@ -129,7 +115,7 @@ SMALLEST = 4096  # bytes: what a header needs
 
 
 class PinnedPool:
-    """Buffers of pinned memory; the size of each is a power of two.
+    """Buffers of pinned memory, and a stream for the copies; sizes are powers of two.
 
     A message's first buffer is granted even above `limit` bytes, so no message ever waits for a
     buffer that another one holds (StagedTransport says why). So never more is in use than `limit`
@@ -137,14 +123,18 @@ class PinnedPool:
     """
 
     def __init__(self, limit: int) -> None:
+        self.stream = arrays.side_stream()
         # bytes
         self.limit = limit
         self.used = 0
         # size -> buffers that no message uses
         self.free: dict[int, list[np.ndarray]] = defaultdict(list)
+        # Buffers whose content is on its way to the device.
+        self.returning: deque[tuple[Event, np.ndarray]] = deque()
 
     def take(self, nbytes: int, first: bool) -> np.ndarray | None:
         """Return `nbytes` or more; None at the limit, except for a message's `first` buffer."""
+        self.collect()
         size = max(SMALLEST, 1 << (nbytes - 1).bit_length())
         if not first and self.used + size > self.limit:
             return None
@@ -154,10 +144,21 @@ class PinnedPool:
             return free.pop()
         return arrays.pinned(size)
 
-    def give(self, buffer: np.ndarray) -> None:
-        """Take a buffer back that neither MPI nor the device touches any more."""
+    def give(self, buffer: np.ndarray, after: Event | None = None) -> None:
+        """Take a buffer back that MPI does not touch any more, nor the device `after` an event."""
+        if after is not None:
+            self.returning.append((after, buffer))
+            return
         self.used -= buffer.size
         self.free[buffer.size].append(buffer)
 
-    def drop_buffers(self) -> None:
-        self.free.clear()
+    def collect(self) -> None:
+        """Take back the buffers whose content is on the device."""
+        while self.returning and arrays.is_done(self.returning[0][0]):
+            self.give(self.returning.popleft()[1])
+
+    def finish(self) -> None:
+        """Let the host wait for the copies to the device, before the buffers are freed."""
+        for event, _ in self.returning:
+            event.synchronize()
+        self.returning.clear()
