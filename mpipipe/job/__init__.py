@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from mpipipe.job.settings import GPU_DIRECT, NCCL, launcher_size
     from mpipipe.job.stop_signals import parse_signals
     from mpipipe.job.types import (
+        Advancing,
         Buffer,
         Communicator,
         MpiCommunicator,

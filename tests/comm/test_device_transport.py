@@ -49,13 +49,13 @@ class Incurious(StagedTransport):
 
     def __init__(self, comm):
         super().__init__(comm)
-        self.inward.collect = lambda: None
+        self.in_pool.collect = lambda: None
 
 
 def settle(transport):
     """Let the copies to the device end that are under way."""
-    while isinstance(transport, StagedTransport) and transport.inward.returning:
-        transport.inward.collect()
+    while isinstance(transport, StagedTransport) and transport.in_pool.returning:
+        transport.in_pool.collect()
 
 
 def only_emulated(gpu):
@@ -157,7 +157,7 @@ def test_no_message_waits_for_pinned_memory_that_another_holds(gpu, comm, monkey
         transport.retire(received)
     finish(*sends)
     settle(transport)
-    for pool in (transport.outward, transport.inward):
+    for pool in (transport.out_pool, transport.in_pool):
         assert pool.used == 0
         assert sum(map(len, pool.free.values())) <= 13  # one for each message, and the ring
     transport.close()
@@ -211,7 +211,7 @@ def send_at_once(comm, transport, count=16):
     right, left = neighbours(comm)
     received = transport.empty((count,), np.dtype(float))
     arriving = transport.irecv(received, left, 0, 1)
-    while any(piece.request is None for piece in arriving.line):
+    while arriving.line.waiting:
         transport.progress()
     comm.Barrier()
     leaving = transport.isend(make(7, count), right, 0, 1)
@@ -330,7 +330,7 @@ def test_sums_of_device_buffers_equal_those_of_host_buffers(gpu, comm, monkeypat
     queue = pending[0].queue
     for k in np.random.default_rng(comm.rank).permutation(len(flats)):  # each rank looks at them in its own order
         wait_for(pending[k])
-    buffers = [*queue.returning, *(buffer for free in queue.pool.free.values() for buffer in free)]
+    buffers = [*queue.pool.returning, *(buffer for free in queue.pool.free.values() for buffer in free)]
     assert gpu.synchronisations == [] and 1 <= len(buffers) <= allreduce.BUFFERS
     assert queue not in context.current_rank().advancing
     for flat, sum_ in zip(flats, expected):

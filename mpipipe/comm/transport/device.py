@@ -19,17 +19,16 @@ Host arrays, headers for example, go along with the others, in the same order.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import TypeAlias
 
 import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray, Event, Shape
+from mpipipe.comm.pieces import Line, Piece, PieceRequest
 from mpipipe.comm.transport.host import (
     PIECE_BYTES,
     HostTransport,
@@ -39,7 +38,6 @@ from mpipipe.comm.transport.host import (
     in_pieces,
 )
 from mpipipe.job import (
-    Buffer,
     Communicator,
     Request,
     keep_forever,
@@ -60,7 +58,7 @@ class DeviceTransport(Transport):
     """
 
     piece_bytes = PIECE_BYTES
-    depth: int | None = None  # pieces of one line that are under way at once; None: all
+    depth = 1 << 30  # pieces of one line that are under way at once
     retires = True
 
     def __init__(self, comm: Communicator, channels: int = 1, synchronous: bool = False) -> None:
@@ -69,7 +67,7 @@ class DeviceTransport(Transport):
         # The classes of the pieces of device arrays.
         self.outgoing: MakesPiece = DevicePiece
         self.incoming: MakesPiece = DevicePiece
-        self.lines: dict[Name, deque[Piece]] = defaultdict(deque)
+        self.lines: dict[Name, Line] = defaultdict(lambda: Line(self.depth))
         # id -> (event, array); the array is held so that its id stays its own
         self.retired: dict[int, tuple[Event, DeviceArray]] = {}
         register_progress(self)
@@ -100,27 +98,16 @@ class DeviceTransport(Transport):
         else:
             ready = arrays.record()
         line = self.lines[operation, peer, tag]
-        message = DeviceMessage(self, line, operation, peer, tag, ready)
+        message = DeviceMessage(self, line, ready, (operation, peer, tag))
         for part in in_pieces(array, self.piece_bytes):
-            line.append(kind(message, part))
-            message.left += 1
-        self._advance(line)
+            message.add(kind(message, part))
+        line.advance()
         return message
-
-    def _advance(self, line: deque[Piece]) -> None:
-        """Let pieces advance; MPI gets them in their order."""
-        has_all = True
-        for piece in islice(line, self.depth):
-            if not piece.prepare(is_first=piece is line[0]):
-                break
-            has_all = has_all and piece.post()
-        while line and line[0].request is not None and line[0].request.Test():
-            line.popleft().finish()
 
     def progress(self) -> bool:
         for name, line in tuple(self.lines.items()):
-            self._advance(line)
-            if not line:
+            line.advance()
+            if not line.waiting and not line.posted:
                 del self.lines[name]
         return True
 
@@ -138,75 +125,32 @@ class DeviceTransport(Transport):
         self.channels = []
 
 
-@dataclass(eq=False, repr=False)
-class DeviceMessage:
-    """A request for one array, whose pieces a transport has in `line`.
+class DeviceMessage(PieceRequest):
+    """A request for one array, whose pieces a transport has in a line."""
 
-    `ready` is what must be done before MPI may touch the array; None for a host array.
-    """
+    def __init__(
+        self, transport: DeviceTransport, line: Line, ready: Event | None, name: Name
+    ) -> None:
+        super().__init__(transport, line, ready)
+        self.name = name
 
-    transport: DeviceTransport
-    line: deque[Piece]
-    operation: Start
-    peer: int
-    tag: int
-    ready: Event | None
-    left: int = 0  # pieces that are not complete
-    arrived: Event | None = None  # after the last copy from the host
-
-    def Test(self) -> bool:
-        """Whether nothing is left to do; then later work on the current stream finds the data.
-
-        Everything of the transport advances.
-        """
-        if self.left:
-            self.transport.progress()
-        if self.left:
-            return False
-        if self.arrived is not None:
-            arrays.wait_for(self.arrived)
-        return True
+    def start(self, piece: Piece) -> Request:
+        operation, peer, tag = self.name
+        return own(operation(piece.memory, peer, tag), piece.part)
 
     def Cancel(self) -> None:
         """Withdraw what can be withdrawn; keep for ever what MPI or the device may still touch."""
-        keep_forever((self.transport, tuple(self.line)))
-        for piece in self.line:
-            if piece.message is self and piece.request is not None:
+        keep_forever((self.owner, tuple(self.line.waiting), tuple(self.line.posted)))
+        for piece in self.line.posted:
+            if piece.whole is self:
                 piece.request.Cancel()
-        self.line.clear()  # what MPI would match with later messages of the name is not sent
-
-
-class Piece:
-    """A part of an array, as bytes, which goes to MPI once an event is done."""
-
-    request: Request | None = None  # MPI's, which has the piece from then on
-
-    def __init__(self, message: DeviceMessage, part: Array) -> None:
-        self.message = message
-        self.part = part
-        self.memory: Buffer = part  # what MPI gets
-
-    def prepare(self, is_first: bool) -> bool:
-        """Do what comes before MPI, but for waiting; False where all later ones must wait."""
-        ready = self.message.ready
-        return self.request is not None or ready is None or arrays.is_done(ready)
-
-    def post(self) -> bool:
-        """Let MPI have the piece, if it may; return whether it has."""
-        if self.request is None:
-            message = self.message
-            self.request = own(message.operation(self.memory, message.peer, message.tag), self.part)
-        return True
-
-    def finish(self) -> None:
-        """Do what comes after MPI."""
-        self.message.left -= 1
+        self.line.clear()  # later messages of the name would be matched with this one
 
 
 class DevicePiece(Piece):
     """A part of a device array, whose address MPI gets."""
 
-    def __init__(self, message: DeviceMessage, part: DeviceArray) -> None:
-        super().__init__(message, part)
+    def __init__(self, whole: PieceRequest, part: DeviceArray) -> None:
+        super().__init__(whole, part)
         MPI = runtime.mpi()
         self.memory = [MPI.buffer.fromaddress(arrays.address(part), part.nbytes), MPI.BYTE]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from functools import partial
+from contextlib import AbstractContextManager
+from functools import cached_property, partial
 
 import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, Event
-from mpipipe.comm.transport.device import DeviceMessage, DeviceTransport, Piece
+from mpipipe.comm.pieces import Piece, PieceRequest
+from mpipipe.comm.transport.device import DeviceTransport
 from mpipipe.comm.transport.host import CHUNK_BYTES
 from mpipipe.job import Communicator
 
@@ -41,27 +43,43 @@ class StagedTransport(DeviceTransport):
 
     def __init__(self, comm: Communicator, channels: int = 1, synchronous: bool = False) -> None:
         super().__init__(comm, channels, synchronous)
-        self.outward = PinnedPool(RING * self.piece_bytes)
-        self.inward = PinnedPool(RING * self.piece_bytes)
-        self.outgoing = partial(_Outgoing, self.outward)
-        self.incoming = partial(_Incoming, self.inward)
+        self.out_pool = PinnedPool(RING * self.piece_bytes)
+        self.in_pool = PinnedPool(RING * self.piece_bytes)
+        self.outgoing = partial(Chunk, self.out_pool, True, False)
+        self.incoming = partial(Chunk, self.in_pool, False, True)
 
     def drop_buffers(self) -> None:
         super().drop_buffers()
-        self.outward.free.clear()
-        self.inward.free.clear()
+        self.out_pool.free.clear()
+        self.in_pool.free.clear()
 
     def close(self) -> None:
-        self.inward.finish()
+        self.in_pool.finish()
         super().close()
 
 
-class _Chunk(Piece):
-    """A piece that goes through pinned memory."""
+class Chunk(Piece):
+    """A piece that goes through pinned memory: copied there where it `leaves`, back if it comes.
 
-    def __init__(self, pool: PinnedPool, message: DeviceMessage, part: Array) -> None:
-        super().__init__(message, part)
+    `gives` are the bytes of it that are copied there.
+    """
+
+    def __init__(
+        self,
+        pool: PinnedPool,
+        leaves: bool,
+        comes: bool,
+        whole: PieceRequest,
+        part: Array,
+        start: int = 0,
+        gives: slice = slice(None),
+    ) -> None:
+        super().__init__(whole, part, start)
         self.pool = pool
+        self.leaves = leaves
+        self.comes = comes
+        self.gives = gives
+        self.copied: Event | None = None
         self.taken: np.ndarray | None = None
 
     def prepare(self, is_first: bool) -> bool:
@@ -70,42 +88,29 @@ class _Chunk(Piece):
             if self.taken is None:
                 return False
             self.memory = self.taken[: self.part.nbytes]
-            self._fill()
+            if self.leaves:
+                with self.pool.outward:
+                    arrays.wait_for(self.whole.ready)
+                    if self.part[self.gives].nbytes:
+                        arrays.copy_to_host(self.memory[self.gives], self.part[self.gives])
+                    self.copied = arrays.record()
         return True
 
-    def _fill(self) -> None:
-        """Begin to fill the buffer, if it is sent."""
-
-
-class _Outgoing(_Chunk):
-    """A chunk that is sent."""
-
-    def _fill(self) -> None:
-        with self.pool.stream:
-            arrays.wait_for(self.message.ready)
-            if self.part.nbytes:
-                arrays.copy_to_host(self.memory, self.part)
-            self.copied = arrays.record()
-
     def post(self) -> bool:
-        return self.request is not None or (arrays.is_done(self.copied) and super().post())
+        return (self.copied is None or arrays.is_done(self.copied)) and super().post()
 
     def finish(self) -> None:
         super().finish()
-        self.pool.give(self.taken)
-
-
-class _Incoming(_Chunk):
-    """A chunk that is received."""
-
-    def finish(self) -> None:
-        super().finish()
-        with self.pool.stream:
-            arrays.wait_for(self.message.ready)
-            if self.part.nbytes:
-                arrays.copy_to_device(self.part, self.memory)
-            self.message.arrived = arrays.record()
-        self.pool.give(self.taken, self.message.arrived)
+        assert self.taken is not None
+        arrived = None
+        if self.comes:
+            with self.pool.inward:
+                arrays.wait_for(self.whole.ready)
+                if self.part.nbytes:
+                    arrays.copy_to_device(self.part, self.memory)
+                arrived = arrays.record()
+            self.whole.arrived = arrived
+        self.pool.give(self.taken, arrived)
 
 
 # -- Pinned host memory that messages pass through, one chunk at a time ----------------------------
@@ -115,7 +120,7 @@ SMALLEST = 4096  # bytes: what a header needs
 
 
 class PinnedPool:
-    """Buffers of pinned memory, and a stream for the copies; sizes are powers of two.
+    """Buffers of pinned memory, and streams for the copies; sizes are powers of two.
 
     A message's first buffer is granted even above `limit` bytes, so no message ever waits for a
     buffer that another one holds (StagedTransport says why). So never more is in use than `limit`
@@ -123,7 +128,6 @@ class PinnedPool:
     """
 
     def __init__(self, limit: int) -> None:
-        self.stream = arrays.side_stream()
         # bytes
         self.limit = limit
         self.used = 0
@@ -131,6 +135,14 @@ class PinnedPool:
         self.free: dict[int, list[np.ndarray]] = defaultdict(list)
         # Buffers whose content is on its way to the device.
         self.returning: deque[tuple[Event, np.ndarray]] = deque()
+
+    @cached_property
+    def outward(self) -> AbstractContextManager:
+        return arrays.side_stream()
+
+    @cached_property
+    def inward(self) -> AbstractContextManager:
+        return arrays.side_stream()
 
     def take(self, nbytes: int, first: bool) -> np.ndarray | None:
         """Return `nbytes` or more; None at the limit, except for a message's `first` buffer."""
