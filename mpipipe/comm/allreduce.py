@@ -153,7 +153,7 @@ class _Queue:
     def progress(self) -> None:
         """Let all sums advance; never waits."""
         self.line.advance()
-        if not self.line.waiting and not self.line.posted:
+        if self.line.is_empty:
             unregister_progress(self)
 
     def abort(self) -> None:

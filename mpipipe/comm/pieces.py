@@ -8,7 +8,7 @@ from itertools import islice
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, Event
-from mpipipe.job import Advancing, Buffer, Request
+from mpipipe.job import Advancing, Buffer, Testable
 
 
 class Line:
@@ -18,6 +18,10 @@ class Line:
         self.depth = depth  # pieces that are under way at once
         self.waiting: deque[Piece] = deque()
         self.posted: deque[Piece] = deque()  # MPI has them
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.waiting and not self.posted
 
     def advance(self) -> None:
         """Let pieces advance; never waits."""
@@ -67,7 +71,7 @@ class PieceRequest(ABC):
         return True
 
     @abstractmethod
-    def start(self, piece: Piece) -> Request:
+    def start(self, piece: Piece) -> Testable:
         """Let MPI have a piece."""
 
     def end(self, piece: Piece) -> None:
@@ -78,7 +82,7 @@ class PieceRequest(ABC):
 class Piece:
     """A part of an array, which goes to MPI once an event is done."""
 
-    request: Request  # MPI's
+    request: Testable  # MPI's
 
     def __init__(self, whole: PieceRequest, part: Array, start: int = 0) -> None:
         self.whole = whole

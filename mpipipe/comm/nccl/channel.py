@@ -9,47 +9,65 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import DTypeLike
 
 from mpipipe import arrays
-from mpipipe.arrays import Event
+from mpipipe.arrays import DeviceArray, Event
 from mpipipe.errors import BackendError, MpipipeError
 from mpipipe.job import NCCL, RankGroup, ThreadTask, found_by_all, keep_forever, runtime
 
-NcclCommunicator: TypeAlias = Any  # cupy.cuda.nccl.NcclCommunicator: CuPy may be missing
-# Puts work of a communicator on a stream, which is given by its address.
-Operation: TypeAlias = Callable[[NcclCommunicator, int], object]
-
 
 class Channel:
-    """One rank's end of a communicator of NCCL.
+    """One rank's end of a communicator of NCCL; the constructor and `close` are collective.
 
-    The constructor waits for the other ranks, so it belongs into an NcclTask.
-
-    `identity` is what rank 0 of the communicator got from `new_identity`. `first` puts an operation
-    on (communicator, stream) that all ranks begin with: NCCL connects ranks when they first talk,
-    and the host waits for that. What it returns is kept until the operation is done.
+    `purpose` is what it is for, in errors. All ranks begin with a sum of `length` zeros: NCCL
+    connects ranks when they first talk, and the host waits for that. Where this rank cannot open
+    it, it raises BackendError; the group ends then, and the others raise PeerError.
     """
 
-    def __init__(self, size: int, rank: int, identity: bytes, first: Operation) -> None:
+    def __init__(self, group: RankGroup, length: int, dtype: DTypeLike, purpose: str) -> None:
         limit_kernels()
-        self.communicator = arrays.nccl().NcclCommunicator(size, identity, rank)
-        # Its end is `close` or `abort`, not the collector's, which would wait there.
-        keep_forever(self.communicator)
+        self.group = group
+        self.what = purpose
         self.stream = arrays.side_stream()
         self.ended = False
-        result = first(self.communicator, self.stream.ptr)
-        self.stream.synchronize()
-        del result
+        what = f"opening NCCL for {purpose}"
+        identity = None
+        if group.rank == 0:
+            identity = bytes(arrays.nccl().get_unique_id())
+        identity = group.broadcast(what, identity)
+        zeros = arrays.zeros(length, np.dtype(dtype), "cuda")
+        arrays.stream().synchronize()
 
-    def put(self, operation: Operation, after: Sequence[Event]) -> Event:
-        """Put an operation on the stream, after these events; returns the event after it."""
+        def connect() -> None:
+            self.communicator = arrays.nccl().NcclCommunicator(group.size, identity, group.rank)
+            # Its end is `close` or `abort`, not the collector's, which would wait there.
+            keep_forever(self.communicator)
+            self._add(zeros)
+            self.stream.synchronize()
+
+        task = NcclTask(connect, what)
+        with group.failing(what):
+            group.wait(task, what)
+            task.value()
+        group.agree(what)
+
+    def add(self, part: DeviceArray, after: Event) -> Event:
+        """Put a sum on the stream, after an event; returns the event after it."""
         with self.stream:
-            for event in after:
-                arrays.wait_for(event)
-            operation(self.communicator, self.stream.ptr)
+            arrays.wait_for(after)
+            self._add(part)
             return arrays.record()
+
+    def _add(self, part: DeviceArray) -> None:
+        kind, several = nccl_type(part)
+        place = arrays.address(part)
+        count = part.size * several
+        add = arrays.nccl().NCCL_SUM
+        self.communicator.allReduce(place, place, count, kind, add, self.stream.ptr)
 
     def check(self) -> None:
         """Raise BackendError if NCCL has noticed a failure; never waits."""
@@ -71,43 +89,20 @@ class Channel:
             NcclTask(self.communicator.abort, "the abort of NCCL's communicators")
 
     def close(self) -> None:
-        """Free the communicator when nothing is under way; may wait, so call it in an NcclTask."""
+        """Free the communicator, on which nothing is under way."""
         if not self.ended:
             self.ended = True
-            self.communicator.destroy()
+            what = "the end of NCCL's communicators"
+            task = NcclTask(self.communicator.destroy, what)
+            self.group.wait(task, what)
+            task.value()
 
 
-def new_identity() -> bytes:
-    """Return the identity of a new communicator, which its rank 0 hands to the others."""
-    limit_kernels()
-    return bytes(arrays.nccl().get_unique_id())
-
-
-def open_channel(group: RankGroup, first: Operation, purpose: str) -> Channel:
-    """Open the channel of all ranks of a group; collective. `purpose` is what it is for, in errors.
-
-    Where this rank cannot open it, it raises BackendError; the group ends then, and the others
-    raise PeerError.
-    """
-    what = f"opening NCCL for {purpose}"
-    identity = None
-    if group.rank == 0:
-        identity = new_identity()
-    identity = group.broadcast(what, identity)
-    task = NcclTask(partial(Channel, group.size, group.rank, identity, first), what)
-    with group.failing(what):
-        group.wait(task, what)
-        channel = task.value()
-    group.agree(what)
-    return channel
-
-
-def close_channel(channel: Channel, group: RankGroup) -> None:
-    """Free the channel of a group, on which nothing is under way."""
-    what = "the end of NCCL's communicators"
-    task = NcclTask(channel.close, what)
-    group.wait(task, what)
-    task.value()
+def nccl_type(part: DeviceArray) -> tuple[int, int]:
+    """Return NCCL's type of an array that it can add, and its elements in one of ours."""
+    kind = arrays.nccl_type(part.dtype)
+    assert kind is not None  # NcclSums.takes was asked
+    return kind
 
 
 # -- Calls of NCCL that keep the host until other ranks come, made on a thread ---------------------

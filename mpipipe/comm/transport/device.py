@@ -107,7 +107,7 @@ class DeviceTransport(Transport):
     def progress(self) -> bool:
         for name, line in tuple(self.lines.items()):
             line.advance()
-            if not line.waiting and not line.posted:
+            if line.is_empty:
                 del self.lines[name]
         return True
 
@@ -133,17 +133,19 @@ class DeviceMessage(PieceRequest):
     ) -> None:
         super().__init__(transport, line, ready)
         self.name = name
+        self.requests: list[Request] = []
 
     def start(self, piece: Piece) -> Request:
         operation, peer, tag = self.name
-        return own(operation(piece.memory, peer, tag), piece.part)
+        request = own(operation(piece.memory, peer, tag), piece.part)
+        self.requests.append(request)
+        return request
 
     def Cancel(self) -> None:
         """Withdraw what can be withdrawn; keep for ever what MPI or the device may still touch."""
         keep_forever((self.owner, tuple(self.line.waiting), tuple(self.line.posted)))
-        for piece in self.line.posted:
-            if piece.whole is self:
-                piece.request.Cancel()
+        for request in self.requests:
+            request.Cancel()
         self.line.clear()  # later messages of the name would be matched with this one
 
 
