@@ -84,7 +84,6 @@ def test_long_arrays(gpu, comm, kind_of_transport, nbytes):
     for turn in range(2):
         go_round(comm, transport, arrays.upload(content(nbytes, "uint8", 2 * comm.rank + turn)), received, 0, 1)
         assert (arrays.download(received) == content(nbytes, "uint8", 2 * neighbours(comm)[1] + turn)).all()
-        transport.retire(received)
     transport.close()
 
 
@@ -94,7 +93,6 @@ def test_the_host_waits_for_nothing(gpu, comm, kind_of_transport):
     gpu.reset()
     for turn in range(3):
         go_round(comm, transport, make(turn, 1 << 19), received, 0, 1)
-        transport.retire(received)
     assert gpu.synchronisations == []
     transport.close()
 
@@ -154,7 +152,6 @@ def test_no_message_waits_for_pinned_memory_that_another_holds(gpu, comm, monkey
     for m in reversed(range(12)):
         wait_for(transport.irecv(received, left, 0, m), f"message {m}")
         assert (arrays.download(received) == m).all()
-        transport.retire(received)
     finish(*sends)
     settle(transport)
     for pool in (transport.out_pool, transport.in_pool):
@@ -191,19 +188,13 @@ def receive_again_while_the_consumer_is_late(comm, transport, turns=4):
             result = arrays.empty_like(slot)
             arrays.copy_into(result, slot)
             results.append(result)
-            transport.retire(slot)
         comm.Barrier()
         transport.close()
         return [found[0] for found in arrays.download(*results)]
 
 
-def test_a_receive_waits_for_the_last_consumer_of_its_buffer_retired_or_not(gpu, comm, kind_of_transport):
-    class Forgetful(kind_of_transport):
-        def retire(self, array):
-            pass
-
-    for kind in (kind_of_transport, Forgetful):
-        assert receive_again_while_the_consumer_is_late(comm, kind(comm)) == [0, 1, 2, 3]
+def test_a_receive_waits_for_the_last_consumer_of_its_buffer(gpu, comm, kind_of_transport):
+    assert receive_again_while_the_consumer_is_late(comm, kind_of_transport(comm)) == [0, 1, 2, 3]
 
 
 def send_at_once(comm, transport, count=16):

@@ -4,8 +4,7 @@ MPI knows no streams. Two rules keep it and the kernels apart, and the host wait
 
 - An array must be complete before it is sent. `isend` records an event after all work of the
   current stream, the kernel that makes the array included; the send starts once that event is done.
-- A buffer must be read before it is overwritten. `retire(array)` records an event after the last
-  work that reads the buffer, and `irecv` does so for an array that was never retired; the receive
+- A buffer must be read before it is overwritten. `irecv` records an event, too, and the receive
   starts once that event is done. A new array needs this as much as an old one: CuPy hands out
   memory that earlier work on the stream may still use.
 
@@ -59,7 +58,6 @@ class DeviceTransport(Transport):
 
     piece_bytes = PIECE_BYTES
     depth = 1 << 30  # pieces of one line that are under way at once
-    retires = True
 
     def __init__(self, comm: Communicator, channels: int = 1, synchronous: bool = False) -> None:
         self.host = HostTransport(comm, channels, synchronous, self.piece_bytes)
@@ -68,16 +66,10 @@ class DeviceTransport(Transport):
         self.outgoing: MakesPiece = DevicePiece
         self.incoming: MakesPiece = DevicePiece
         self.lines: dict[Name, Line] = defaultdict(lambda: Line(self.depth))
-        # id -> (event, array); the array is held so that its id stays its own
-        self.retired: dict[int, tuple[Event, DeviceArray]] = {}
         register_progress(self)
 
     def empty(self, shape: Shape, kind: np.dtype) -> DeviceArray:
         return arrays.empty(shape, kind, "cuda")
-
-    def retire(self, array: Array) -> None:
-        if arrays.is_device(array):
-            self.retired[id(array)] = arrays.record(), array
 
     def receiver(self, channel: int, shape: Shape, kind: np.dtype) -> Start:
         return partial(self._begin, self.host.receivers[channel], self.incoming)
@@ -91,12 +83,10 @@ class DeviceTransport(Transport):
         check_sendable(array)
         register_progress(self)  # for the thread that uses it now
         ready = None
-        if not arrays.is_device(array):
-            kind = Piece
-        elif operation in self.host.receivers and id(array) in self.retired:
-            ready, _ = self.retired.pop(id(array))
-        else:
+        if arrays.is_device(array):
             ready = arrays.record()
+        else:
+            kind = Piece
         line = self.lines[operation, peer, tag]
         message = DeviceMessage(self, line, ready, (operation, peer, tag))
         for part in in_pieces(array, self.piece_bytes):
@@ -111,16 +101,12 @@ class DeviceTransport(Transport):
                 del self.lines[name]
         return True
 
-    def drop_buffers(self) -> None:
-        self.retired.clear()
-
     def abort(self) -> None:
         unregister_progress(self)
         keep_forever(self)
 
     def close(self) -> None:
         unregister_progress(self)
-        self.drop_buffers()
         self.host.close()
         self.channels = []
 

@@ -33,7 +33,6 @@ class Transport(Protocol):
     """
 
     channels: list[Communicator]
-    retires: bool = False  # whether `retire` does anything
 
     def empty(self, shape: Shape, kind: np.dtype) -> Array:
         """A receive buffer in the memory where this rank computes; its content is undefined."""
@@ -55,17 +54,9 @@ class Transport(Protocol):
     def close(self) -> None:
         """Free the communicators; collective, and only when nothing is under way."""
 
-    def retire(self, array: Array) -> None:
-        """Take note that work queued so far is the last that reads this receive buffer."""
-        return
-
     def progress(self) -> bool:
         """Let messages advance, if that is not MPI's business; return whether it is not."""
         return False
-
-    def drop_buffers(self) -> None:
-        """Free the memory that is kept for later messages."""
-        return
 
     def abort(self) -> None:
         """Advance no more after a failure, and free nothing that is still in use."""

@@ -48,11 +48,6 @@ class StagedTransport(DeviceTransport):
         self.outgoing = partial(Chunk, self.out_pool, True, False)
         self.incoming = partial(Chunk, self.in_pool, False, True)
 
-    def drop_buffers(self) -> None:
-        super().drop_buffers()
-        self.out_pool.free.clear()
-        self.in_pool.free.clear()
-
     def close(self) -> None:
         self.in_pool.finish()
         super().close()
