@@ -29,7 +29,6 @@ from mpipipe.job import (
     Communicator,
     Request,
     cached,
-    keep_forever,
     own,
     register_progress,
     runtime,
@@ -63,11 +62,11 @@ class AllReduce(PieceRequest):
         self.dtype = flat.dtype
         # Values of each bucket that MPI has, and what it adds them in.
         self.sums: deque[tuple[np.ndarray, np.ndarray]] = deque()
+        ready = None
         if arrays.is_device(flat):
-            super().__init__(self.queue, self.queue.line, arrays.record())
+            ready = arrays.record()
             register_progress(self.queue)  # it may hold buckets back that peers wait for
-        else:
-            super().__init__(self.queue, self.queue.line, None)
+        super().__init__(self.queue, self.queue, ready)
         most = BUCKET_BYTES // max(4, flat.itemsize)
         if ranges is not None and self.ready is None:
             most = GATHERED  # which takes no other memory
@@ -108,13 +107,6 @@ class AllReduce(PieceRequest):
         if sums is not values:
             values[...] = sums
 
-    def progress(self) -> None:
-        self.queue.progress()
-
-    def Cancel(self) -> None:
-        """Give up all sums of this communicator after a failure, and free no memory of theirs."""
-        self.queue.abort()
-
 
 class AllGather(AllReduce):
     """A gather under way; `Test()` is true once `flat` has the `ranges` of all ranks.
@@ -138,7 +130,7 @@ def _within(part: Range, start: int, stop: int) -> Range:
     return first, max(first, min(part[1], stop))
 
 
-class _Queue:
+class _Queue(Line):
     """The sums on one communicator, and the pinned buffers that they share.
 
     Buffers go to buckets in their order, so the first bucket that is not summed has one on every
@@ -146,21 +138,9 @@ class _Queue:
     """
 
     def __init__(self, comm: Communicator) -> None:
+        super().__init__()
         self.comm = comm
-        self.line = Line()
         self.pool = PinnedPool(BUFFERS * BUCKET_BYTES)
-
-    def progress(self) -> None:
-        """Let all sums advance; never waits."""
-        self.line.advance()
-        if self.line.is_empty:
-            unregister_progress(self)
-
-    def abort(self) -> None:
-        """After a failure: advance no more, and free nothing."""
-        unregister_progress(self)
-        keep_forever((tuple(self.line.waiting), tuple(self.line.posted), self.pool))
-        self.line.clear()
 
     def close(self) -> None:
         """The communicator is freed: its sums are over."""

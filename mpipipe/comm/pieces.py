@@ -8,7 +8,7 @@ from itertools import islice
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, Event
-from mpipipe.job import Advancing, Buffer, Testable
+from mpipipe.job import Advancing, Buffer, Testable, keep_forever, unregister_progress
 
 
 class Line:
@@ -34,8 +34,16 @@ class Line:
         while self.posted and self.posted[0].request.Test():
             self.posted.popleft().finish()
 
-    def clear(self) -> None:
-        """Advance no more, after a failure."""
+    def progress(self) -> None:
+        """Advance, as something that waits of this thread call (register_progress)."""
+        self.advance()
+        if self.is_empty:
+            unregister_progress(self)
+
+    def abort(self) -> None:
+        """After a failure: advance no more, and free nothing."""
+        unregister_progress(self)
+        keep_forever((self, *self.waiting, *self.posted))
         self.waiting.clear()
         self.posted.clear()
 
@@ -69,6 +77,13 @@ class PieceRequest(ABC):
         if self.arrived is not None:
             arrays.wait_for(self.arrived)
         return True
+
+    def progress(self) -> None:
+        self.owner.progress()
+
+    def Cancel(self) -> None:
+        """Give up all that is in the line after a failure, and free no memory of it."""
+        self.line.abort()
 
     @abstractmethod
     def start(self, piece: Piece) -> Testable:

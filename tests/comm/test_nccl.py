@@ -134,7 +134,7 @@ def test_several_sums_in_buckets_whatever_is_waited_for_first(own, adder, comm, 
         wait_for(each)
     for k, flat in enumerate(flats):
         assert (arrays.download(flat) == comm.size * (comm.size - 1) / 2 + comm.size * k).all()
-    assert adder.line.is_empty
+    assert adder.is_empty
 
 
 def test_a_sum_follows_the_work_before_it(adder, comm):

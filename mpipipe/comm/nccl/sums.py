@@ -31,13 +31,13 @@ from mpipipe.job import (
 )
 
 
-class NcclSums:
+class NcclSums(Line):
     """The sums over the ranks of one group; the constructor and `close` are collective."""
 
     def __init__(self, group: RankGroup) -> None:
+        super().__init__()
         self.group = group
         self.channel = Channel(group, 1, np.float32, "the sums over the replicas")
-        self.line = Line()
         # (type, count) that NCCL has made its connections for.
         self.connected: set[tuple[int, int]] = set()
 
@@ -47,7 +47,7 @@ class NcclSums:
 
     def start(self, flat: DeviceArray) -> NcclSum:
         """Start a sum after all work on the current stream; in the same order on all ranks."""
-        new = NcclSum(self, self.line, arrays.record())
+        new = NcclSum(self, self, arrays.record())
         for start, stop in cut_evenly(flat.size, BUCKET_BYTES // flat.itemsize):
             new.add(_Bucket(new, flat[start:stop]))
         register_progress(self)
@@ -56,14 +56,11 @@ class NcclSums:
 
     def progress(self) -> None:
         self.channel.check()
-        self.line.advance()
-        if self.line.is_empty:
-            unregister_progress(self)
+        super().progress()
 
     def abort(self) -> None:
         """End kernels that wait for others after a failure, and free nothing of theirs."""
-        unregister_progress(self)
-        keep_forever(self)
+        super().abort()
         self.channel.abort()
 
     def close(self) -> None:
@@ -81,12 +78,6 @@ class NcclSum(PieceRequest):
     def start(self, piece: Piece) -> Testable:
         event = self.owner.channel.add(piece.part, self.ready)
         return Condition(partial(arrays.is_done, event))
-
-    def progress(self) -> None:
-        self.owner.progress()
-
-    def Cancel(self) -> None:
-        self.owner.abort()
 
 
 class _Bucket(Piece):

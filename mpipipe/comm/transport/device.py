@@ -129,10 +129,9 @@ class DeviceMessage(PieceRequest):
 
     def Cancel(self) -> None:
         """Withdraw what can be withdrawn; keep for ever what MPI or the device may still touch."""
-        keep_forever((self.owner, tuple(self.line.waiting), tuple(self.line.posted)))
         for request in self.requests:
             request.Cancel()
-        self.line.clear()  # later messages of the name would be matched with this one
+        super().Cancel()  # later messages of the name would be matched with this one
 
 
 class DevicePiece(Piece):
