@@ -18,7 +18,7 @@ from mpipipe.faces import lazy_face
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from mpipipe.comm.allreduce import AllGather, AllReduce
-    from mpipipe.comm.describe import thread_level
+    from mpipipe.comm.describe import mpi_library
     from mpipipe.comm.mailbox import Envelope, Incoming, Leaf, Lease, Mailbox
     from mpipipe.comm.mesh import ORDER, Coordinates, Mesh, extents_of, rank_at, select_device
     from mpipipe.comm.nccl.channel import NcclChoice, agree_on_nccl
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         exchange_on,
         halo_of,
     )
-    from mpipipe.comm.transport.choose import make_transport
+    from mpipipe.comm.transport.gpu_aware import make_transport
     from mpipipe.comm.transport.host import HostTransport, Transport, check_sendable
 
 if not TYPE_CHECKING:  # a checker of types would take each wrong name for an object

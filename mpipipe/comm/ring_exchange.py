@@ -12,7 +12,7 @@ from threading import get_ident
 from typing import NamedTuple
 
 from mpipipe.arrays import Array
-from mpipipe.comm.transport.choose import make_transport
+from mpipipe.comm.transport.gpu_aware import make_transport
 from mpipipe.job import Communicator, Message, Request, Snapshot, group_of, own
 
 ROTATIONS = ("overlap", "sendrecv")
@@ -68,11 +68,8 @@ class RingExchange:
         work may change the outgoing array. Work queued after `finish` finds the received data.
         """
         self.started += 1
-        bytes_out = bytes_in = None
-        if outgoing is not None:
-            bytes_out = outgoing.nbytes
-        if incoming is not None:
-            bytes_in = incoming.nbytes
+        bytes_out = getattr(outgoing, "nbytes", None)
+        bytes_in = getattr(incoming, "nbytes", None)
         now = RingMessages(self.what, self.started, dest, source, bytes_out, bytes_in, get_ident())
         self.last.append(now)
         if incoming is not None:

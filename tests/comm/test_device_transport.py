@@ -17,9 +17,8 @@ from mpipipe.comm import allreduce
 from mpipipe.comm.mailbox import Mailbox
 from mpipipe.comm.ring_exchange import RingExchange
 from mpipipe.comm.transport import gpu_aware, staged
-from mpipipe.comm.transport.choose import make_transport
 from mpipipe.comm.transport.device import DeviceTransport
-from mpipipe.comm.transport.gpu_aware import GpuAwareness
+from mpipipe.comm.transport.gpu_aware import GpuAwareness, make_transport
 from mpipipe.comm.transport.host import HostTransport
 from mpipipe.comm.transport.staged import SMALLEST, PinnedPool, StagedTransport
 from mpipipe.errors import ArgumentError, PeerError

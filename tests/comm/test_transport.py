@@ -6,7 +6,7 @@ import pytest
 from support.around import check_names, content, envelopes, go_round, neighbours
 
 from mpipipe.comm.mailbox import Mailbox
-from mpipipe.comm.transport.choose import make_transport
+from mpipipe.comm.transport.gpu_aware import make_transport
 from mpipipe.comm.transport.host import HostTransport, check_sendable
 from mpipipe.errors import ArgumentError
 from mpipipe.pipeline.units import MessageSpec

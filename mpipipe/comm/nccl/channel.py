@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -186,10 +187,7 @@ def agree_on_nccl(groups: Sequence[RankGroup], device: str) -> NcclChoice:
     """
     everyone = [facts_of(groups[0], device)]
     for group in groups:
-        parts = group.gather(CALL, everyone)
-        everyone = []
-        for part in parts:
-            everyone += part
+        everyone = [*chain.from_iterable(group.gather(CALL, everyone))]
     try:
         return judge(sorted(set(everyone)))
     except BackendError as error:
@@ -200,20 +198,23 @@ def facts_of(group: RankGroup, device: str) -> Facts:
     """What this rank says of itself; the arguments are those of `agree_on_nccl`."""
     rank = group.world_rank
     setting = os.environ.get(NCCL.name) or "auto"
+    problem = ""
     if setting == "off":
-        return Facts(rank, setting, f"{NCCL.name}=off")
-    if runtime.in_process(group.comm):
-        return Facts(rank, setting, "the ranks are threads of one process")
-    if device == "cpu":
-        return Facts(rank, setting, "it computes on the CPU")
-    try:
-        version = arrays.nccl().get_version()
-    except MpipipeError as error:
-        return Facts(rank, setting, error.message)
-    except Exception as error:  # a library that is there and does not work raises what it likes
-        return Facts(rank, setting, repr(error))
-    text = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
-    return Facts(rank, setting, "", socket.gethostname(), arrays.bus_id(), text)
+        problem = f"{NCCL.name}=off"
+    elif runtime.in_process(group.comm):
+        problem = "the ranks are threads of one process"
+    elif device == "cpu":
+        problem = "it computes on the CPU"
+    else:
+        try:
+            version = arrays.nccl().get_version()
+            text = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+            return Facts(rank, setting, "", socket.gethostname(), arrays.bus_id(), text)
+        except MpipipeError as error:
+            problem = error.message
+        except Exception as error:  # a library that does not work raises what it likes
+            problem = repr(error)
+    return Facts(rank, setting, problem)
 
 
 def judge(everyone: Sequence[Facts]) -> NcclChoice:
