@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         halo_of,
     )
     from mpipipe.comm.transport.gpu_aware import make_transport
-    from mpipipe.comm.transport.host import HostTransport, Transport, check_sendable
+    from mpipipe.comm.transport.host import Transport, check_sendable
 
 if not TYPE_CHECKING:  # a checker of types would take each wrong name for an object
     __all__, __getattr__ = lazy_face(__name__, __file__)

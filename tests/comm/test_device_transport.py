@@ -19,7 +19,7 @@ from mpipipe.comm.ring_exchange import RingExchange
 from mpipipe.comm.transport import gpu_aware, staged
 from mpipipe.comm.transport.device import DeviceTransport
 from mpipipe.comm.transport.gpu_aware import GpuAwareness, make_transport
-from mpipipe.comm.transport.host import HostTransport
+from mpipipe.comm.transport.host import Transport
 from mpipipe.comm.transport.staged import SMALLEST, PinnedPool, StagedTransport
 from mpipipe.errors import ArgumentError, PeerError
 from mpipipe.job import context
@@ -232,7 +232,7 @@ def test_an_array_may_be_forgotten_once_it_is_sent(gpu, comm, kind_of_transport)
 
 def test_the_transport_follows_device_and_verdict(gpu, comm, monkeypatch):
     for device, direct, expected in (
-        ("cpu", True, HostTransport), ("cuda", True, DeviceTransport), ("cuda", False, StagedTransport)
+        ("cpu", True, Transport), ("cuda", True, DeviceTransport), ("cuda", False, StagedTransport)
     ):  # fmt: skip
         monkeypatch.setattr(gpu_aware, "detect", lambda *groups, direct=direct: GpuAwareness(direct, "a test"))
         transport = make_transport(comm, 1, False, device)

@@ -28,14 +28,7 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray, Event, Shape
 from mpipipe.comm.pieces import Line, Piece, PieceRequest
-from mpipipe.comm.transport.host import (
-    PIECE_BYTES,
-    HostTransport,
-    Start,
-    Transport,
-    check_sendable,
-    in_pieces,
-)
+from mpipipe.comm.transport.host import Start, Transport, check_sendable, in_pieces
 from mpipipe.job import (
     Communicator,
     Request,
@@ -56,12 +49,11 @@ class DeviceTransport(Transport):
     All messages of one name stand in one line, piece by piece, in the order of the calls.
     """
 
-    piece_bytes = PIECE_BYTES
+    takes_devices = True
     depth = 1 << 30  # pieces of one line that are under way at once
 
     def __init__(self, comm: Communicator, channels: int = 1, synchronous: bool = False) -> None:
-        self.host = HostTransport(comm, channels, synchronous, self.piece_bytes)
-        self.channels = self.host.channels
+        super().__init__(comm, channels, synchronous)
         # The classes of the pieces of device arrays.
         self.outgoing: MakesPiece = DevicePiece
         self.incoming: MakesPiece = DevicePiece
@@ -72,10 +64,10 @@ class DeviceTransport(Transport):
         return arrays.empty(shape, kind, "cuda")
 
     def receiver(self, channel: int, shape: Shape, kind: np.dtype) -> Start:
-        return partial(self._begin, self.host.receivers[channel], self.incoming)
+        return partial(self._begin, self.receivers[channel], self.incoming)
 
     def sender(self, channel: int, shape: Shape, kind: np.dtype) -> Start:
-        return partial(self._begin, self.host.senders[channel], self.outgoing)
+        return partial(self._begin, self.senders[channel], self.outgoing)
 
     def _begin(
         self, operation: Start, kind: MakesPiece, array: Array, peer: int, tag: int
@@ -107,8 +99,7 @@ class DeviceTransport(Transport):
 
     def close(self) -> None:
         unregister_progress(self)
-        self.host.close()
-        self.channels = []
+        super().close()
 
 
 class DeviceMessage(PieceRequest):

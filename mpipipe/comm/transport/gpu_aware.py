@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from mpipipe import arrays
 from mpipipe.comm.transport.device import DeviceTransport
-from mpipipe.comm.transport.host import HostTransport, Transport
+from mpipipe.comm.transport.host import Transport
 from mpipipe.comm.transport.staged import StagedTransport
 from mpipipe.job import GPU_DIRECT, Communicator, RankGroup, group_of, runtime
 
@@ -53,7 +53,7 @@ def make_transport(
     The ranks agree in `group`, by default in that of `comm`.
     """
     if device == "cpu":
-        return HostTransport(comm, channels, synchronous)
+        return Transport(comm, channels, synchronous)
     verdict = detect(comm, group)
     if comm.rank == 0:
         logger.info("device arrays travel %s", verdict)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import prod
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -24,59 +24,19 @@ CHUNK_BYTES = 2 << 20
 Start: TypeAlias = Callable[[Any, int, int], Request]
 
 
-class Transport(Protocol):
+class Transport:
     """Starts sends and receives of whole arrays; knows peers, channels and tags.
 
-    The code that takes a request owns it: see job.requests, and the mailbox for the many of a step.
-    A message names one of the private communicators, `channels`, by its number. What a method does
-    here is right for host arrays.
+    This one is for C-contiguous host arrays. A message names one of the private communicators,
+    `channels` duplicates of `comm`, by its number. A longer array than `piece_bytes` travels as
+    several messages under one tag, which MPI keeps in order. The code that takes a request owns it:
+    see job.requests, and the mailbox for the many of a step.
     """
 
-    channels: list[Communicator]
+    piece_bytes = PIECE_BYTES
+    takes_devices = False
 
-    def empty(self, shape: Shape, kind: np.dtype) -> Array:
-        """A receive buffer in the memory where this rank computes; its content is undefined."""
-
-    def receiver(self, channel: int, shape: Shape, kind: np.dtype) -> Start:
-        """Return the function of (array, peer, tag) that receives such arrays over a channel."""
-
-    def sender(self, channel: int, shape: Shape, kind: np.dtype) -> Start:
-        """Return the function of (array, peer, tag) that sends such arrays over a channel."""
-
-    def isend(self, array: Array, peer: int, channel: int, tag: int) -> Request:
-        """Start sending; the array must stay as it is until the request tests true."""
-        return self.sender(channel, array.shape, array.dtype)(array, peer, tag)
-
-    def irecv(self, array: Array, peer: int, channel: int, tag: int) -> Request:
-        """Start receiving into `array`, which must have the sender's size in bytes."""
-        return self.receiver(channel, array.shape, array.dtype)(array, peer, tag)
-
-    def close(self) -> None:
-        """Free the communicators; collective, and only when nothing is under way."""
-
-    def progress(self) -> bool:
-        """Let messages advance, if that is not MPI's business; return whether it is not."""
-        return False
-
-    def abort(self) -> None:
-        """Advance no more after a failure, and free nothing that is still in use."""
-        return
-
-
-class HostTransport(Transport):
-    """Messages of C-contiguous host arrays, on as many duplicates of `comm` as `channels`.
-
-    A longer array than `piece_bytes` travels as several messages under one tag, which MPI keeps in
-    order.
-    """
-
-    def __init__(
-        self,
-        comm: Communicator,
-        channels: int = 1,
-        synchronous: bool = False,
-        piece_bytes: int = PIECE_BYTES,
-    ) -> None:
+    def __init__(self, comm: Communicator, channels: int = 1, synchronous: bool = False) -> None:
         self.channels = [communicators.duplicate(comm) for _ in range(channels)]
         self.senders: list[Start] = []
         self.receivers: list[Start] = []
@@ -86,15 +46,17 @@ class HostTransport(Transport):
             else:
                 self.senders.append(channel.Isend)
             self.receivers.append(channel.Irecv)
-        self.piece_bytes = piece_bytes
 
-    def empty(self, shape: Shape, kind: np.dtype) -> np.ndarray:
+    def empty(self, shape: Shape, kind: np.dtype) -> Array:
+        """A receive buffer in the memory where this rank computes; its content is undefined."""
         return arrays.aligned_empty(shape, kind)
 
     def receiver(self, channel: int, shape: Shape, kind: np.dtype) -> Start:
+        """Return the function of (array, peer, tag) that receives such arrays over a channel."""
         return self._whole(self.receivers[channel], shape, kind)
 
     def sender(self, channel: int, shape: Shape, kind: np.dtype) -> Start:
+        """Return the function of (array, peer, tag) that sends such arrays over a channel."""
         return self._whole(self.senders[channel], shape, kind)
 
     def _whole(self, operation: Start, shape: Shape, kind: np.dtype) -> Start:
@@ -109,21 +71,32 @@ class HostTransport(Transport):
         return RequestGroup([own(operation(piece, peer, tag)) for piece in pieces])
 
     def isend(self, array: Array, peer: int, channel: int, tag: int) -> Request:
-        if not isinstance(array, np.ndarray):
+        """Start sending; the array must stay as it is until the request tests true."""
+        if arrays.is_device(array) and not self.takes_devices:
             raise ArgumentError(
                 "an array on a GPU, from a rank whose stages are on the host",
                 found=type(array).__name__,
                 expected="numpy.ndarray",
                 remedy="give your stage the attribute device = 'cuda'",
             )
-        return super().isend(array, peer, channel, tag)
+        return self.sender(channel, array.shape, array.dtype)(array, peer, tag)
+
+    def irecv(self, array: Array, peer: int, channel: int, tag: int) -> Request:
+        """Start receiving into `array`, which must have the sender's size in bytes."""
+        return self.receiver(channel, array.shape, array.dtype)(array, peer, tag)
 
     def close(self) -> None:
+        """Free the communicators; collective, and only when nothing is under way."""
         for channel in self.channels:
             channel.Free()
         self.channels = []
-        self.senders = []
-        self.receivers = []
+
+    def progress(self) -> bool:
+        """Let messages advance, if that is not MPI's business; return whether it is not."""
+        return False
+
+    def abort(self) -> None:
+        """Advance no more after a failure, and free nothing that is still in use."""
 
 
 class RequestGroup:
