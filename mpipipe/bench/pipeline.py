@@ -8,7 +8,7 @@ import numpy as np
 
 from mpipipe import Pipeline, adapters, nn, schedules
 from mpipipe.bench.timing import Call, Repeats, compare, on_ranks, report
-from mpipipe.comm import Envelope, Transport, Mailbox
+from mpipipe.comm import Envelope, Mailbox, Transport
 from mpipipe.errors import ArgumentError
 from mpipipe.job import Communicator, MpiCommunicator, runtime
 from mpipipe.text import counted

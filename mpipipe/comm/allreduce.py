@@ -81,7 +81,7 @@ class AllReduce(PieceRequest):
         if self.ranges is not None:
             first, last = _within(self.ranges[self.queue.comm.rank], start, start + part.size)
             gives = slice((first - start) * part.itemsize, (last - start) * part.itemsize)
-        return Chunk(self.queue.pool, True, True, self, part.view(np.uint8), start, gives)
+        return Chunk(self.queue.pool, gives, True, self, part.view(np.uint8), start)
 
     def start(self, piece: Piece) -> Request:
         values = piece.memory.view(self.dtype)

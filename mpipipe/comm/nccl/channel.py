@@ -222,7 +222,7 @@ def judge(everyone: Sequence[Facts]) -> NcclChoice:
     refusals = _refusals(everyone)
     if refusals:
         rank, reason = refusals[0]
-        if "on" in {facts.setting for facts in everyone}:
+        if any(facts.setting == "on" for facts in everyone):
             raise BackendError(
                 f"{NCCL.name}=on, and NCCL cannot be used",
                 rank=rank,
@@ -248,14 +248,13 @@ def _refusals(everyone: Sequence[Facts]) -> list[tuple[int, str]]:
     refusals = []
     for facts in everyone:
         owner = first.setdefault((facts.host, facts.gpu), facts.rank)
-        if facts.problem:
-            refusals.append((facts.rank, facts.problem))
-        elif owner != facts.rank:
-            refusals.append(
-                (facts.rank, f"it shares GPU {facts.gpu} of {facts.host} with rank {owner}")
-            )
-        elif facts.version != version:
-            refusals.append((facts.rank, f"it has NCCL {facts.version}, and others {version}"))
+        problem = facts.problem
+        if not problem and owner != facts.rank:
+            problem = f"it shares GPU {facts.gpu} of {facts.host} with rank {owner}"
+        elif not problem and facts.version != version:
+            problem = f"it has NCCL {facts.version}, and others {version}"
+        if problem:
+            refusals.append((facts.rank, problem))
     return refusals
 
 

@@ -19,28 +19,15 @@ Host arrays, headers for example, go along with the others, in the same order.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias
 
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Array, DeviceArray, Event, Shape
+from mpipipe.arrays import Array, DeviceArray, Shape
 from mpipipe.comm.pieces import Line, Piece, PieceRequest
-from mpipipe.comm.transport.host import Start, Transport, check_sendable, in_pieces
-from mpipipe.job import (
-    Communicator,
-    Request,
-    keep_forever,
-    own,
-    register_progress,
-    runtime,
-    unregister_progress,
-)
-
-Name: TypeAlias = tuple[Start, int, int]  # how it is sent or received on a channel, peer, tag
-MakesPiece: TypeAlias = "Callable[[DeviceMessage, Array], Piece]"
+from mpipipe.comm.transport.host import MakesPiece, Message, Name, Start, Transport, check_sendable
+from mpipipe.job import Communicator, keep_forever, register_progress, runtime, unregister_progress
 
 
 class DeviceTransport(Transport):
@@ -71,7 +58,7 @@ class DeviceTransport(Transport):
 
     def _begin(
         self, operation: Start, kind: MakesPiece, array: Array, peer: int, tag: int
-    ) -> DeviceMessage:
+    ) -> Message:
         check_sendable(array)
         register_progress(self)  # for the thread that uses it now
         ready = None
@@ -79,12 +66,8 @@ class DeviceTransport(Transport):
             ready = arrays.record()
         else:
             kind = Piece
-        line = self.lines[operation, peer, tag]
-        message = DeviceMessage(self, line, ready, (operation, peer, tag))
-        for part in in_pieces(array, self.piece_bytes):
-            message.add(kind(message, part))
-        line.advance()
-        return message
+        name = operation, peer, tag
+        return Message(self, self.lines[name], ready, name).begin(array, self.piece_bytes, kind)
 
     def progress(self) -> bool:
         for name, line in tuple(self.lines.items()):
@@ -100,29 +83,6 @@ class DeviceTransport(Transport):
     def close(self) -> None:
         unregister_progress(self)
         super().close()
-
-
-class DeviceMessage(PieceRequest):
-    """A request for one array, whose pieces a transport has in a line."""
-
-    def __init__(
-        self, transport: DeviceTransport, line: Line, ready: Event | None, name: Name
-    ) -> None:
-        super().__init__(transport, line, ready)
-        self.name = name
-        self.requests: list[Request] = []
-
-    def start(self, piece: Piece) -> Request:
-        operation, peer, tag = self.name
-        request = own(operation(piece.memory, peer, tag), piece.part)
-        self.requests.append(request)
-        return request
-
-    def Cancel(self) -> None:
-        """Withdraw what can be withdrawn; keep for ever what MPI or the device may still touch."""
-        for request in self.requests:
-            request.Cancel()
-        super().Cancel()  # later messages of the name would be matched with this one
 
 
 class DevicePiece(Piece):

@@ -10,9 +10,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Array, Shape
+from mpipipe.arrays import Array, Event, Shape
+from mpipipe.comm.pieces import Line, Piece, PieceRequest
 from mpipipe.errors import ArgumentError
-from mpipipe.job import Communicator, Request, communicators, own
+from mpipipe.job import Advancing, Communicator, Request, communicators, own
 
 MPI_TYPES = "?bBhHiIlLqQfdFD"  # dtype characters that every MPI knows; others travel as bytes
 PIECE_BYTES = 1 << 30  # counts above 2^31 - 1 are refused by some MPI libraries
@@ -22,6 +23,8 @@ CHUNK_BYTES = 2 << 20
 
 # Starts to send or receive: (array, peer, tag).
 Start: TypeAlias = Callable[[Any, int, int], Request]
+Name: TypeAlias = tuple[Start, int, int]  # how on a channel, peer, tag
+MakesPiece: TypeAlias = Callable[[PieceRequest, Array], Piece]
 
 
 class Transport:
@@ -61,14 +64,15 @@ class Transport:
 
     def _whole(self, operation: Start, shape: Shape, kind: np.dtype) -> Start:
         """Return the operation, or its like for arrays that one call of MPI cannot send."""
-        if prod(shape) * kind.itemsize <= self.piece_bytes and kind.char in MPI_TYPES:
+        if prod(shape) * kind.itemsize > self.piece_bytes:
+            return partial(self._in_pieces, operation)
+        if kind.char in MPI_TYPES:
             return operation
-        return partial(self._in_pieces, operation)
+        return lambda array, peer, tag: operation(as_bytes(array), peer, tag)
 
-    def _in_pieces(self, operation: Start, array: np.ndarray, peer: int, tag: int) -> Request:
-        """Send or receive as bytes."""
-        pieces = in_pieces(array, self.piece_bytes)
-        return RequestGroup([own(operation(piece, peer, tag)) for piece in pieces])
+    def _in_pieces(self, operation: Start, array: np.ndarray, peer: int, tag: int) -> Message:
+        line = Line()
+        return Message(line, line, None, (operation, peer, tag)).begin(array, self.piece_bytes)
 
     def isend(self, array: Array, peer: int, channel: int, tag: int) -> Request:
         """Start sending; the array must stay as it is until the request tests true."""
@@ -99,26 +103,38 @@ class Transport:
         """Advance no more after a failure, and free nothing that is still in use."""
 
 
-class RequestGroup:
-    """Several requests as one."""
+def as_bytes(array: Array) -> Array:
+    """See a C-contiguous array as bytes."""
+    return array.reshape(-1).view(np.uint8)
 
-    def __init__(self, requests: list[Request]) -> None:
-        self.requests = requests
 
-    def Test(self) -> bool:
-        while self.requests and self.requests[-1].Test():
-            self.requests.pop()
-        return not self.requests
+class Message(PieceRequest):
+    """A request for one array that travels in pieces under one name: how, peer, tag."""
+
+    def __init__(self, owner: Advancing, line: Line, ready: Event | None, name: Name) -> None:
+        super().__init__(owner, line, ready)
+        self.name = name
+        self.requests: list[Request] = []
+
+    def begin(self, array: Array, size: int, kind: MakesPiece = Piece) -> Message:
+        """Cut an array into pieces of `size` bytes, at least one, and start what can be started."""
+        flat = as_bytes(array)
+        for at in range(0, max(1, flat.size), size):
+            self.add(kind(self, flat[at : at + size]))
+        self.line.advance()
+        return self
+
+    def start(self, piece: Piece) -> Request:
+        operation, peer, tag = self.name
+        request = own(operation(piece.memory, peer, tag), piece.part)
+        self.requests.append(request)
+        return request
 
     def Cancel(self) -> None:
+        """Withdraw what can be withdrawn; keep for ever what MPI or the device may still touch."""
         for request in self.requests:
             request.Cancel()
-
-
-def in_pieces(array: Array, size: int) -> list[Array]:
-    """Cut a C-contiguous array into pieces of `size` bytes, at least one."""
-    flat = array.reshape(-1).view(np.uint8)
-    return [flat[at : at + size] for at in range(0, max(1, flat.size), size)]
+        super().Cancel()  # later messages of the name would be matched with this one
 
 
 def check_sendable(array: Array) -> None:

@@ -45,8 +45,8 @@ class StagedTransport(DeviceTransport):
         super().__init__(comm, channels, synchronous)
         self.out_pool = PinnedPool(RING * self.piece_bytes)
         self.in_pool = PinnedPool(RING * self.piece_bytes)
-        self.outgoing = partial(Chunk, self.out_pool, True, False)
-        self.incoming = partial(Chunk, self.in_pool, False, True)
+        self.outgoing = partial(Chunk, self.out_pool, slice(None), False)
+        self.incoming = partial(Chunk, self.in_pool, None, True)
 
     def close(self) -> None:
         self.in_pool.finish()
@@ -54,26 +54,24 @@ class StagedTransport(DeviceTransport):
 
 
 class Chunk(Piece):
-    """A piece that goes through pinned memory: copied there where it `leaves`, back if it comes.
+    """A piece that goes through pinned memory.
 
-    `gives` are the bytes of it that are copied there.
+    `gives` are the bytes of it that are copied there, if any; where it `comes`, all are copied back.
     """
 
     def __init__(
         self,
         pool: PinnedPool,
-        leaves: bool,
+        gives: slice | None,
         comes: bool,
         whole: PieceRequest,
         part: Array,
         start: int = 0,
-        gives: slice = slice(None),
     ) -> None:
         super().__init__(whole, part, start)
         self.pool = pool
-        self.leaves = leaves
-        self.comes = comes
         self.gives = gives
+        self.comes = comes
         self.copied: Event | None = None
         self.taken: np.ndarray | None = None
 
@@ -83,7 +81,7 @@ class Chunk(Piece):
             if self.taken is None:
                 return False
             self.memory = self.taken[: self.part.nbytes]
-            if self.leaves:
+            if self.gives is not None:
                 with self.pool.outward:
                     arrays.wait_for(self.whole.ready)
                     if self.part[self.gives].nbytes:
