@@ -56,7 +56,7 @@ class StagedTransport(DeviceTransport):
 class Chunk(Piece):
     """A piece that goes through pinned memory.
 
-    `gives` are the bytes of it that are copied there, if any; where it `comes`, all are copied back.
+    `gives` are the bytes of it that are copied there, if any; if it `comes`, all are copied back.
     """
 
     def __init__(
