@@ -19,13 +19,14 @@ from typing import BinaryIO, TextIO
 
 from mpipipe.errors import ArgumentError, ConfigError, MpipipeError
 
-KINDS = (
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a FIFO (named pipe)"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a character device"),
-    (stat.S_ISBLK, "a block device"),
-)
+# By the letter that begins the line of `ls -l`.
+KINDS = {
+    "d": "a folder",
+    "p": "a FIFO (named pipe)",
+    "s": "a socket",
+    "c": "a character device",
+    "b": "a block device",
+}
 REGULAR = "a readable regular file"  # callers say that they expected this
 PARTIAL = ".partial"  # after the name of a file that is being written
 BLOCK = 1 << 20  # bytes of a text that are read together
@@ -252,10 +253,11 @@ def sync_folder(folder: Path) -> None:
 
 
 def _checked(status: os.stat_result, path: str | Path) -> os.stat_result:
-    if stat.S_ISREG(status.st_mode):
+    letter = stat.filemode(status.st_mode)[0]
+    if letter == "-":
         return status
-    kind = next((words for is_kind, words in KINDS if is_kind(status.st_mode)), "no regular file")
     code = errno.EINVAL
-    if stat.S_ISDIR(status.st_mode):
+    if letter == "d":
         code = errno.EISDIR
+    kind = KINDS.get(letter, "no regular file")
     raise OSError(code, f"it is {kind}, not a file", str(path))
