@@ -38,6 +38,7 @@ class _OverRanks(Layer):
     """What the ranks of a communicator agree on for a layer that exchanges parts of arrays."""
 
     takes_integers = False
+    _words = "a halo"
 
     def _agree(self, comm: Communicator | None, axes: Sequence[int], **options: object) -> None:
         """Agree on the options of a new layer, and on the axes of x among them."""
@@ -101,6 +102,33 @@ class _OverRanks(Layer):
 
     def _transfer(self, moves: Iterable[PartMove], x: Array, y: Array, **options: bool) -> Transfer:
         return Transfer(exchange_on(self._comm, arrays.device_of(x)), moves, x, y, **options)
+
+    def _move(
+        self, moves: Iterable[PartMove], x: Array, y: Array, call: int, own: Index | None = None
+    ) -> tuple[Array, Saved]:
+        """Fill y, in which x lies at `own`, or in parts; return it, and `saved`."""
+        transfer = self._transfer(moves, x, y)
+        if own is not None:
+            arrays.strided_copy(x, y[own])
+        return transfer.finish(), (moves, own, x.shape, y.shape, call)
+
+    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
+        *_, shape, call = saved
+        self._begin_backward(dy, shape, call)
+        return self._bring_home(dy, saved), None
+
+    def _bring_home(self, dy: Array, saved: Saved) -> Array:
+        """Return the gradient of x from that of y."""
+        moves, own, shape, _, _ = saved
+        with self._group.failing(f"the backward of {self._words}"):
+            kind = dy.dtype
+            if own is not None:
+                kind = arrays.accumulator(kind)
+            dx = arrays.empty(shape, kind, arrays.device_of(dy))
+            transfer = self._transfer(moves, dy, dx, transposed=True, add=own is not None)
+            if own is not None:
+                arrays.strided_copy(dy[own], dx)
+            return arrays.cast(transfer.finish(), dy.dtype)
 
 
 def _kind_of(array: Array) -> tuple[tuple[str, object], ...]:
@@ -230,28 +258,8 @@ class HaloExchange(_OverRanks):
                 make = arrays.zeros
             shape = (*x.shape[:axis], sum(self.width) + lengths[rank], *x.shape[axis + 1 :])
             y = make(shape, x.dtype, arrays.device_of(x))
-            transfer = self._transfer(moves, x, y)
-            arrays.strided_copy(x, y[self._own(lengths[rank])])
-            return transfer.finish(), (moves, x.shape, shape, call)
-
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
-        _, _, shape, call = saved
-        self._begin_backward(dy, shape, call)
-        return self._bring_home(dy, saved), None
-
-    def _bring_home(self, dy: Array, saved: Saved) -> Array:
-        """Return the gradient of x from that of x with its halo."""
-        moves, shape, _, _ = saved
-        with self._group.failing("the backward of a halo"):
-            dx = arrays.empty(shape, arrays.accumulator(dy.dtype), arrays.device_of(dy))
-            transfer = self._transfer(moves, dy, dx, transposed=True, add=True)
-            arrays.strided_copy(dy[self._own(shape[self.axis])], dx)
-            return arrays.cast(transfer.finish(), dy.dtype)
-
-    def _own(self, points: int) -> Index:
-        """The place of this rank's points between the two parts of the halo."""
-        before = self.width[0]
-        return along(self.axis, before, before + points)
+            before = self.width[0]
+            return self._move(moves, x, y, call, along(axis, before, before + lengths[rank]))
 
 
 class HaloConv(HaloExchange):
@@ -353,7 +361,7 @@ class HaloConv(HaloExchange):
         self._begin_backward(dy, shape, of_halo[-1])
         pending = None
         if of_conv is None:
-            dwider = arrays.zeros(of_halo[2], dy.dtype, arrays.device_of(dy))
+            dwider = arrays.zeros(of_halo[3], dy.dtype, arrays.device_of(dy))
         else:
             with self._group.failing("the backward of a HaloConv"):
                 dwider, pending = self.conv.backward_input(dy, of_conv)
@@ -400,6 +408,8 @@ class AllToAll(_OverRanks):
     [((1, 6, 2), (1, 3, 4)), ((1, 6, 2), (1, 3, 4))]
     """
 
+    _words = "an AllToAll"
+
     def __init__(self, comm: Communicator | None, scatter_axis: int, gather_axis: int):
         self.scatter_axis = scatter_axis
         self.gather_axis = gather_axis
@@ -424,11 +434,4 @@ class AllToAll(_OverRanks):
             shape[scatter] = len(parts[group.rank])
             shape[gather] = end
             y = arrays.empty(tuple(shape), x.dtype, arrays.device_of(x))
-            return self._transfer(moves, x, y).finish(), (moves, x.shape, y.shape, call)
-
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
-        moves, shape, expected, call = saved
-        self._begin_backward(dy, expected, call)
-        with self._group.failing("the backward of an AllToAll"):
-            dx = arrays.empty(shape, dy.dtype, arrays.device_of(dy))
-            return self._transfer(moves, dy, dx, transposed=True).finish(), None
+            return self._move(moves, x, y, call)
