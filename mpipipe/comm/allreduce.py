@@ -23,7 +23,7 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
-from mpipipe.comm.pieces import Line, Piece, PieceRequest
+from mpipipe.comm.pieces import ArrayPiece, PieceLine, PieceRequest
 from mpipipe.comm.transport.staged import Chunk, PinnedPool
 from mpipipe.job import (
     Communicator,
@@ -69,21 +69,21 @@ class AllReduce(PieceRequest):
         super().__init__(self.queue, self.queue, ready)
         most = BUCKET_BYTES // max(4, flat.itemsize)
         if ranges is not None and self.ready is None:
-            most = GATHERED  # which takes no other memory
+            most = GATHERED  # MPI needs no other memory for it
         for start, stop in cut_evenly(flat.size, most):
             self.add(self._bucket(flat[start:stop], start))
         self.queue.progress()
 
-    def _bucket(self, part: Array, start: int) -> Piece:
+    def _bucket(self, part: Array, start: int) -> ArrayPiece:
         if self.ready is None:
-            return Piece(self, part, start)
+            return ArrayPiece(self, part, start)
         gives = slice(None)
         if self.ranges is not None:
             first, last = _within(self.ranges[self.queue.comm.rank], start, start + part.size)
             gives = slice((first - start) * part.itemsize, (last - start) * part.itemsize)
         return Chunk(self.queue.pool, gives, True, self, part.view(np.uint8), start)
 
-    def start(self, piece: Piece) -> Request:
+    def start(self, piece: ArrayPiece) -> Request:
         values = piece.memory.view(self.dtype)
         sums = values
         if values.itemsize < 4:  # halves are added in float32
@@ -101,7 +101,7 @@ class AllReduce(PieceRequest):
             starts.append(first - piece.start)
         return own(comm.Iallgatherv(in_place, [sums, (counts, starts)]))
 
-    def end(self, piece: Piece) -> None:
+    def end(self, piece: ArrayPiece) -> None:
         super().end(piece)
         values, sums = self.sums.popleft()
         if sums is not values:
@@ -130,7 +130,7 @@ def _within(part: Range, start: int, stop: int) -> Range:
     return first, max(first, min(part[1], stop))
 
 
-class _Queue(Line):
+class _Queue(PieceLine):
     """The sums on one communicator, and the pinned buffers that they share.
 
     Buffers go to buckets in their order, so the first bucket that is not summed has one on every

@@ -11,13 +11,13 @@ from mpipipe.arrays import Array, Event
 from mpipipe.job import Advancing, Buffer, Testable, keep_forever, unregister_progress
 
 
-class Line:
+class PieceLine:
     """Pieces that MPI gets in their order, whichever of them is ready first."""
 
     def __init__(self, depth: int = 1 << 30) -> None:
         self.depth = depth  # pieces that are under way at once
-        self.waiting: deque[Piece] = deque()
-        self.posted: deque[Piece] = deque()  # MPI has them
+        self.waiting: deque[ArrayPiece] = deque()
+        self.posted: deque[ArrayPiece] = deque()  # MPI has them
 
     @property
     def is_empty(self) -> bool:
@@ -54,14 +54,14 @@ class PieceRequest(ABC):
     `ready` is what must be done before MPI may touch the array; None for a host array.
     """
 
-    def __init__(self, owner: Advancing, line: Line, ready: Event | None) -> None:
+    def __init__(self, owner: Advancing, line: PieceLine, ready: Event | None) -> None:
         self.owner = owner
         self.line = line
         self.ready = ready
         self.left = 0  # pieces that are not complete
         self.arrived: Event | None = None  # after the last copy from the host
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: ArrayPiece) -> None:
         self.line.waiting.append(piece)
         self.left += 1
 
@@ -86,15 +86,15 @@ class PieceRequest(ABC):
         self.line.abort()
 
     @abstractmethod
-    def start(self, piece: Piece) -> Testable:
+    def start(self, piece: ArrayPiece) -> Testable:
         """Let MPI have a piece."""
 
-    def end(self, piece: Piece) -> None:
+    def end(self, piece: ArrayPiece) -> None:
         """MPI has done its part of the first piece that was not complete."""
         self.left -= 1
 
 
-class Piece:
+class ArrayPiece:
     """A part of an array, which goes to MPI once an event is done."""
 
     request: Testable  # MPI's
@@ -103,7 +103,7 @@ class Piece:
         self.whole = whole
         self.part = part
         self.start = start  # its first element in the whole
-        self.memory: Buffer = part  # what MPI gets
+        self.memory: Buffer = part  # handed to MPI
 
     def prepare(self, is_first: bool) -> bool:
         """Do what comes before MPI, but for waiting; False where all later ones must wait."""

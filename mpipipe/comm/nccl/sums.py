@@ -20,7 +20,7 @@ from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray
 from mpipipe.comm.allreduce import BUCKET_BYTES, cut_evenly
 from mpipipe.comm.nccl.channel import Channel, NcclTask, nccl_type
-from mpipipe.comm.pieces import Line, Piece, PieceRequest
+from mpipipe.comm.pieces import ArrayPiece, PieceLine, PieceRequest
 from mpipipe.job import (
     Condition,
     RankGroup,
@@ -31,7 +31,7 @@ from mpipipe.job import (
 )
 
 
-class NcclSums(Line):
+class NcclSums(PieceLine):
     """The sums over the ranks of one group; the constructor and `close` are collective."""
 
     def __init__(self, group: RankGroup) -> None:
@@ -75,12 +75,12 @@ class NcclSum(PieceRequest):
 
     owner: NcclSums
 
-    def start(self, piece: Piece) -> Testable:
+    def start(self, piece: ArrayPiece) -> Testable:
         event = self.owner.channel.add(piece.part, self.ready)
         return Condition(partial(arrays.is_done, event))
 
 
-class _Bucket(Piece):
+class _Bucket(ArrayPiece):
     """A part of a sum; where NCCL may have to connect ranks for it, a thread waits for that."""
 
     whole: NcclSum

@@ -25,8 +25,15 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray, Shape
-from mpipipe.comm.pieces import Line, Piece, PieceRequest
-from mpipipe.comm.transport.host import MakesPiece, Message, Name, Start, Transport, check_sendable
+from mpipipe.comm.pieces import ArrayPiece, PieceLine, PieceRequest
+from mpipipe.comm.transport.host import (
+    MakesPiece,
+    MessageInPieces,
+    Name,
+    Start,
+    Transport,
+    check_sendable,
+)
 from mpipipe.job import Communicator, keep_forever, register_progress, runtime, unregister_progress
 
 
@@ -44,7 +51,7 @@ class DeviceTransport(Transport):
         # The classes of the pieces of device arrays.
         self.outgoing: MakesPiece = DevicePiece
         self.incoming: MakesPiece = DevicePiece
-        self.lines: dict[Name, Line] = defaultdict(lambda: Line(self.depth))
+        self.lines: dict[Name, PieceLine] = defaultdict(lambda: PieceLine(self.depth))
         register_progress(self)
 
     def empty(self, shape: Shape, kind: np.dtype) -> DeviceArray:
@@ -58,16 +65,18 @@ class DeviceTransport(Transport):
 
     def _begin(
         self, operation: Start, kind: MakesPiece, array: Array, peer: int, tag: int
-    ) -> Message:
+    ) -> MessageInPieces:
         check_sendable(array)
         register_progress(self)  # for the thread that uses it now
         ready = None
         if arrays.is_device(array):
             ready = arrays.record()
         else:
-            kind = Piece
+            kind = ArrayPiece
         name = operation, peer, tag
-        return Message(self, self.lines[name], ready, name).begin(array, self.piece_bytes, kind)
+        return MessageInPieces(self, self.lines[name], ready, name).begin(
+            array, self.piece_bytes, kind
+        )
 
     def progress(self) -> bool:
         for name, line in tuple(self.lines.items()):
@@ -85,7 +94,7 @@ class DeviceTransport(Transport):
         super().close()
 
 
-class DevicePiece(Piece):
+class DevicePiece(ArrayPiece):
     """A part of a device array, whose address MPI gets."""
 
     def __init__(self, whole: PieceRequest, part: DeviceArray) -> None:

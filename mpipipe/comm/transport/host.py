@@ -11,7 +11,7 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, Event, Shape
-from mpipipe.comm.pieces import Line, Piece, PieceRequest
+from mpipipe.comm.pieces import ArrayPiece, PieceLine, PieceRequest
 from mpipipe.errors import ArgumentError
 from mpipipe.job import Advancing, Communicator, Request, communicators, own
 
@@ -24,7 +24,7 @@ CHUNK_BYTES = 2 << 20
 # Starts to send or receive: (array, peer, tag).
 Start: TypeAlias = Callable[[Any, int, int], Request]
 Name: TypeAlias = tuple[Start, int, int]  # how on a channel, peer, tag
-MakesPiece: TypeAlias = Callable[[PieceRequest, Array], Piece]
+MakesPiece: TypeAlias = Callable[[PieceRequest, Array], ArrayPiece]
 
 
 class Transport:
@@ -70,9 +70,13 @@ class Transport:
             return operation
         return lambda array, peer, tag: operation(as_bytes(array), peer, tag)
 
-    def _in_pieces(self, operation: Start, array: np.ndarray, peer: int, tag: int) -> Message:
-        line = Line()
-        return Message(line, line, None, (operation, peer, tag)).begin(array, self.piece_bytes)
+    def _in_pieces(
+        self, operation: Start, array: np.ndarray, peer: int, tag: int
+    ) -> MessageInPieces:
+        line = PieceLine()
+        return MessageInPieces(line, line, None, (operation, peer, tag)).begin(
+            array, self.piece_bytes
+        )
 
     def isend(self, array: Array, peer: int, channel: int, tag: int) -> Request:
         """Start sending; the array must stay as it is until the request tests true."""
@@ -108,15 +112,15 @@ def as_bytes(array: Array) -> Array:
     return array.reshape(-1).view(np.uint8)
 
 
-class Message(PieceRequest):
+class MessageInPieces(PieceRequest):
     """A request for one array that travels in pieces under one name: how, peer, tag."""
 
-    def __init__(self, owner: Advancing, line: Line, ready: Event | None, name: Name) -> None:
+    def __init__(self, owner: Advancing, line: PieceLine, ready: Event | None, name: Name) -> None:
         super().__init__(owner, line, ready)
         self.name = name
         self.requests: list[Request] = []
 
-    def begin(self, array: Array, size: int, kind: MakesPiece = Piece) -> Message:
+    def begin(self, array: Array, size: int, kind: MakesPiece = ArrayPiece) -> MessageInPieces:
         """Cut an array into pieces of `size` bytes, at least one, and start what can be started."""
         flat = as_bytes(array)
         for at in range(0, max(1, flat.size), size):
@@ -124,7 +128,7 @@ class Message(PieceRequest):
         self.line.advance()
         return self
 
-    def start(self, piece: Piece) -> Request:
+    def start(self, piece: ArrayPiece) -> Request:
         operation, peer, tag = self.name
         request = own(operation(piece.memory, peer, tag), piece.part)
         self.requests.append(request)

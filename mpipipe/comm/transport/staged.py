@@ -10,7 +10,7 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, Event
-from mpipipe.comm.pieces import Piece, PieceRequest
+from mpipipe.comm.pieces import ArrayPiece, PieceRequest
 from mpipipe.comm.transport.device import DeviceTransport
 from mpipipe.comm.transport.host import CHUNK_BYTES
 from mpipipe.job import Communicator
@@ -53,7 +53,7 @@ class StagedTransport(DeviceTransport):
         super().close()
 
 
-class Chunk(Piece):
+class Chunk(ArrayPiece):
     """A piece that goes through pinned memory.
 
     `gives` are the bytes of it that are copied there, if any; if it `comes`, all are copied back.
