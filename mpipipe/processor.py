@@ -281,11 +281,9 @@ _POOL = _Pool()
 
 def _forget_threads() -> None:
     """In the child of a fork, which has the calling thread alone."""
-    threads = _POOL.threads
-    chosen = _POOL.chosen
-    _POOL.__init__()  # type: ignore[misc]
-    _POOL.threads = threads
-    _POOL.chosen = chosen
+    _POOL.free = allocate_lock()
+    _POOL.job = None
+    _POOL.wakes = []
 
 
 os.register_at_fork(after_in_child=_forget_threads)

@@ -5,6 +5,7 @@ messages of a pipeline   mailbox, tags, transport/
 messages of a ring       ring_exchange
 parts to other ranks     transfer
 sums over replicas       allreduce
+what advances in pieces  pieces
 sums by NCCL             nccl/
 
 Other rooms import the names below from here. A file is imported when one of its names is first used

@@ -38,7 +38,7 @@ from mpipipe.job import (
 BUCKET_BYTES = 32 << 20
 GATHERED = 1 << 30  # elements of a host buffer that MPI gathers at once: it counts with 32 bits
 # Pinned buckets in use at once on one communicator: one on its way out, one summed, one on its way
-# back.
+# back; and one more where all are on their way back.
 BUFFERS = 3
 Range: TypeAlias = tuple[int, int]
 

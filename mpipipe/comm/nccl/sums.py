@@ -11,7 +11,6 @@ can depend on a rank that has failed meanwhile.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 
 import numpy as np
@@ -128,10 +127,6 @@ class NcclRow(Channel):
         """
         arrays.wait_for(self.add(row, arrays.record()))
 
-    def failing(self) -> AbstractContextManager[None]:
-        """Within, what is raised ends the wait of the other ranks for this one."""
-        return self.group.failing(self.what)
-
     def wait(self, is_done: Callable[[], bool], keeping: object) -> None:
         """Wait for what was put on the current stream after a row.
 
@@ -144,7 +139,7 @@ class NcclRow(Channel):
             return is_done()
 
         try:
-            with self.failing():
+            with self.group.failing(self.what):
                 self.group.wait(Condition(ended), self.what)
         except BaseException:
             keep_forever(keeping)
