@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 
 from mpipipe import __version__, arrays, processor
-from mpipipe.comm import thread_level
+from mpipipe.comm import mpi_library
 from mpipipe.job import (
     Communicator,
     collect,
@@ -117,7 +117,7 @@ def gather(comm: Communicator | None = None, gpus: bool = True) -> Values | None
         "python": first["python"],
         "packages": first["packages"],
         "system": platform.platform(),
-        "mpi": None if runtime.in_process(comm) else _mpi(),
+        "mpi": None if runtime.in_process(comm) else mpi_library(),
         "launcher": None if promise is None else {"variable": promise[0], "ranks": promise[1]},
         "job": {name: os.environ[name] for name in JOB if name in os.environ},
         "ranks": comm.size,
@@ -216,15 +216,6 @@ def blas() -> list[Values]:
             }
             libraries.append(library)
     return libraries
-
-
-def _mpi() -> Values:
-    library = runtime.mpi()
-    return {
-        "library": " ".join(library.Get_library_version().splitlines()[0].rstrip("\x00").split()),
-        "standard": ".".join(map(str, library.Get_version())),
-        "thread_level": thread_level(),
-    }
 
 
 def _hosts(everyone: Sequence[Values]) -> list[Values]:

@@ -10,7 +10,7 @@ gradient of each rank's shard; a Pipeline with `replicas=mesh.replicas` sums the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,19 +38,16 @@ class _OverRanks(Layer):
     """What the ranks of a communicator agree on for a layer that exchanges parts of arrays."""
 
     takes_integers = False
+    _words = "a halo"
 
-    def _agree(self, comm: Communicator | None, **options: Any) -> None:
-        """Agree on the options of a new layer; those called axis are to be axes of x."""
+    def _agree(self, comm: Communicator | None, axes: Sequence[int], **options: object) -> None:
+        """Agree on the options of a new layer, and on the axes of x among them."""
         self._comm = runtime.resolve(comm)
         self._group = group_of(self._comm)
         self._options = tuple(options.items())
         self._kind = type(self).__name__
-        error: MpipipeError | None = None
-        axes = []
-        for name, value in self._options:
-            if name.endswith("axis"):
-                axes.append(value)
-        try:
+        call = f"construction of {self._kind}"
+        with self._group.raise_together(call):
             are_axes = all(isinstance(axis, int) and axis > 0 for axis in axes)
             if not are_axes or len(axes) != len(set(axes)):
                 raise ArgumentError(
@@ -58,13 +55,9 @@ class _OverRanks(Layer):
                     found=repr(axes),
                     expected="integers from 1; 0 is the batch",
                 )
-            self._axes = 1 + max(axes)
             self._check()
-        except MpipipeError as caught:
-            error = caught
-        self._group.agree(
-            f"construction of {self._kind}", self._options, error=error, remedy=REMEDY
-        )
+        self._axes = 1 + max(axes)
+        self._group.agree(call, self._options, remedy=REMEDY)
 
     def _check(self) -> None:
         """Raise ArgumentError for options without sense."""
@@ -78,23 +71,17 @@ class _OverRanks(Layer):
         """
         facts = self._options
         length = 0
-        if not arrays.is_array(x) or x.ndim < self._axes or not arrays.is_floating(x.dtype):
-            if arrays.is_array(x):
-                kind = f"{x.dtype}{list(x.shape)}"
-            else:
-                kind = type(x).__name__
-            expected = f"numbers with a gradient, along {self._axes} axes or more"
-            error = ArgumentError(
-                f"layer {self.name} ({self._kind}): the input", found=kind, expected=expected
-            )
-        else:
+        if arrays.is_array(x) and x.ndim >= self._axes and arrays.is_floating(x.dtype):
             length = x.shape[axis]
-            shape = (*x.shape[:axis], None, *x.shape[axis + 1 :])
-            facts = (
-                *facts,
-                ("shape", shape),
-                ("dtype", x.dtype.name),
-                ("device", arrays.device_of(x)),
+            facts += (("shape", (*x.shape[:axis], None, *x.shape[axis + 1 :])), *_kind_of(x))
+        else:
+            found = type(x).__name__
+            if arrays.is_array(x):
+                found = f"{x.dtype}{list(x.shape)}"
+            error = ArgumentError(
+                f"layer {self.name} ({self._kind}): the input",
+                found=found,
+                expected=f"numbers with a gradient, along {self._axes} axes or more",
             )
         call = f"forward of layer {self.name} ({self._kind})"
         table = self._group.agree(call, facts, [length], error, remedy=REMEDY)
@@ -110,11 +97,43 @@ class _OverRanks(Layer):
                 found=f"shape {dy.shape}",
                 expected=f"{shape}",
             )
-        facts = ("forward", call), ("dtype", dy.dtype.name), ("device", arrays.device_of(dy))
+        facts = (("forward", call), *_kind_of(dy))
         self._group.agree(f"backward of {name}", facts, error=error, remedy=REMEDY)
 
     def _transfer(self, moves: Iterable[PartMove], x: Array, y: Array, **options: bool) -> Transfer:
         return Transfer(exchange_on(self._comm, arrays.device_of(x)), moves, x, y, **options)
+
+    def _move(
+        self, moves: Iterable[PartMove], x: Array, y: Array, call: int, own: Index | None = None
+    ) -> tuple[Array, Saved]:
+        """Fill y, in which x lies at `own`, or in parts; return it, and `saved`."""
+        transfer = self._transfer(moves, x, y)
+        if own is not None:
+            arrays.strided_copy(x, y[own])
+        return transfer.finish(), (moves, own, x.shape, y.shape, call)
+
+    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
+        *_, shape, call = saved
+        self._begin_backward(dy, shape, call)
+        return self._bring_home(dy, saved), None
+
+    def _bring_home(self, dy: Array, saved: Saved) -> Array:
+        """Return the gradient of x from that of y."""
+        moves, own, shape, _, _ = saved
+        with self._group.failing(f"the backward of {self._words}"):
+            kind = dy.dtype
+            if own is not None:
+                kind = arrays.accumulator(kind)
+            dx = arrays.empty(shape, kind, arrays.device_of(dy))
+            transfer = self._transfer(moves, dy, dx, transposed=True, add=own is not None)
+            if own is not None:
+                arrays.strided_copy(dy[own], dx)
+            return arrays.cast(transfer.finish(), dy.dtype)
+
+
+def _kind_of(array: Array) -> tuple[tuple[str, object], ...]:
+    """The facts of an array in which ranks must agree."""
+    return ("dtype", array.dtype.name), ("device", arrays.device_of(array))
 
 
 class HaloExchange(_OverRanks):
@@ -179,13 +198,16 @@ class HaloExchange(_OverRanks):
         self.axis = axis
         self.periodic = bool(periodic)
         self.layout = layout
-        self.width: Any
-        if isinstance(width, tuple):
-            self.width = width
-        else:
+        self.width: Any = width
+        if not isinstance(width, tuple):
             self.width = (width, width)
         self._agree(
-            comm, axis=axis, width=self.width, periodic=self.periodic, convolution=self._conv
+            comm,
+            [axis],
+            axis=axis,
+            width=self.width,
+            periodic=self.periodic,
+            convolution=self._conv,
         )
 
     def _check(self) -> None:
@@ -199,9 +221,7 @@ class HaloExchange(_OverRanks):
         if layout is None:
             return
         if layout.kind != "contiguous" or layout.ranks != ranks or layout.slice_lengths:
-            slices = ""
-            if layout.slice_lengths:
-                slices = " with slices"
+            slices = " with slices" * bool(layout.slice_lengths)
             raise ArgumentError(
                 "a halo needs shards that follow each other in the order of the ranks",
                 found=f"a {layout.kind} Layout of {counted(layout.ranks, 'rank')}{slices}",
@@ -233,34 +253,13 @@ class HaloExchange(_OverRanks):
         except ArgumentError as problem:  # every rank finds the same in the same table
             raise_on_all(0, problem, self._group)
         with self._group.failing("the forward of a halo"):
+            make = arrays.empty
             if beyond:
                 make = arrays.zeros
-            else:
-                make = arrays.empty
             shape = (*x.shape[:axis], sum(self.width) + lengths[rank], *x.shape[axis + 1 :])
             y = make(shape, x.dtype, arrays.device_of(x))
-            transfer = self._transfer(moves, x, y)
-            arrays.strided_copy(x, y[self._own(lengths[rank])])
-            return transfer.finish(), (moves, x.shape, shape, call)
-
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
-        _, _, shape, call = saved
-        self._begin_backward(dy, shape, call)
-        return self._bring_home(dy, saved), None
-
-    def _bring_home(self, dy: Array, saved: Saved) -> Array:
-        """Return the gradient of x from that of x with its halo."""
-        moves, shape, _, _ = saved
-        with self._group.failing("the backward of a halo"):
-            dx = arrays.empty(shape, arrays.accumulator(dy.dtype), arrays.device_of(dy))
-            transfer = self._transfer(moves, dy, dx, transposed=True, add=True)
-            arrays.strided_copy(dy[self._own(shape[self.axis])], dx)
-            return arrays.cast(transfer.finish(), dy.dtype)
-
-    def _own(self, points: int) -> Index:
-        """The place of this rank's points between the two parts of the halo."""
-        before = self.width[0]
-        return along(self.axis, before, before + points)
+            before = self.width[0]
+            return self._move(moves, x, y, call, along(axis, before, before + lengths[rank]))
 
 
 class HaloConv(HaloExchange):
@@ -360,12 +359,12 @@ class HaloConv(HaloExchange):
     def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
         of_conv, of_halo, shape = saved
         self._begin_backward(dy, shape, of_halo[-1])
+        pending = None
         if of_conv is None:
-            dwider = arrays.zeros(of_halo[2], dy.dtype, arrays.device_of(dy))
-            pending = None
-            return self._bring_home(dwider, of_halo), pending
-        with self._group.failing("the backward of a HaloConv"):
-            dwider, pending = self.conv.backward_input(dy, of_conv)
+            dwider = arrays.zeros(of_halo[3], dy.dtype, arrays.device_of(dy))
+        else:
+            with self._group.failing("the backward of a HaloConv"):
+                dwider, pending = self.conv.backward_input(dy, of_conv)
         return self._bring_home(dwider, of_halo), pending
 
     def backward_weight(self, pending: Pending) -> None:
@@ -409,10 +408,13 @@ class AllToAll(_OverRanks):
     [((1, 6, 2), (1, 3, 4)), ((1, 6, 2), (1, 3, 4))]
     """
 
+    _words = "an AllToAll"
+
     def __init__(self, comm: Communicator | None, scatter_axis: int, gather_axis: int):
         self.scatter_axis = scatter_axis
         self.gather_axis = gather_axis
-        self._agree(comm, scatter_axis=scatter_axis, gather_axis=gather_axis)
+        axes = {"scatter_axis": scatter_axis, "gather_axis": gather_axis}
+        self._agree(comm, [*axes.values()], **axes)
 
     def forward(self, x: Array) -> tuple[Array, Saved]:
         group = self._group
@@ -421,20 +423,15 @@ class AllToAll(_OverRanks):
         lengths, call = self._begin(x, gather)
         with group.failing("the forward of an AllToAll"):
             parts = even_split(x.shape[scatter], group.size)
-            ends = np.cumsum(lengths).tolist()
+            end = 0
             takes = []
-            for length, end in zip(lengths, ends):
-                takes.append([along(gather, end - length, end)])
+            for length in lengths:
+                takes.append([along(gather, end, end + length)])
+                end += length
             gives = [[along(scatter, part.start, part.stop)] for part in parts]
             moves = all_to_all(group.rank, gives, takes)
             shape = list(x.shape)
-            shape[scatter], shape[gather] = len(parts[group.rank]), ends[-1]
+            shape[scatter] = len(parts[group.rank])
+            shape[gather] = end
             y = arrays.empty(tuple(shape), x.dtype, arrays.device_of(x))
-            return self._transfer(moves, x, y).finish(), (moves, x.shape, y.shape, call)
-
-    def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
-        moves, shape, expected, call = saved
-        self._begin_backward(dy, expected, call)
-        with self._group.failing("the backward of an AllToAll"):
-            dx = arrays.empty(shape, dy.dtype, arrays.device_of(dy))
-            return self._transfer(moves, dy, dx, transposed=True).finish(), None
+            return self._move(moves, x, y, call)

@@ -9,29 +9,26 @@ before it is read, and what has a zero byte is no text. Every function raises OS
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from mpipipe.errors import ArgumentError, ConfigError, MpipipeError
 
-KINDS = (
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a FIFO (named pipe)"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a character device"),
-    (stat.S_ISBLK, "a block device"),
-)
+# By the letter that begins the line of `ls -l`.
+KINDS = {
+    "d": "a folder",
+    "p": "a FIFO (named pipe)",
+    "s": "a socket",
+    "c": "a character device",
+    "b": "a block device",
+}
 REGULAR = "a readable regular file"  # callers say that they expected this
 PARTIAL = ".partial"  # after the name of a file that is being written
-# From <fcntl.h>: begin to write dirty pages, without waiting for them.
-SYNC_FILE_RANGE_WRITE = 2
 BLOCK = 1 << 20  # bytes of a text that are read together
 # Without O_NONBLOCK the open of a FIFO that has just taken the place of the file would wait for a
 # writer.
@@ -209,25 +206,17 @@ def whole_file(path: Path, before_naming: Callable[[], object] | None = None) ->
 
 def begin_writing(file: BinaryIO, start: int, count: int) -> None:
     """Let the system begin to write bytes of a file before its `fsync`, where it can."""
-    function = _sync_file_range()
-    if function is not None:
-        function(file.fileno(), start, count, SYNC_FILE_RANGE_WRITE)
-
-
-@cache
-def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    try:
-        function = ctypes.CDLL(None).sync_file_range
-    except (AttributeError, OSError):
-        return None
-    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    return function
+    _advise(file.fileno(), start, count, "POSIX_FADV_DONTNEED")
 
 
 def will_read(descriptor: int, start: int, count: int) -> None:
     """Advise the system to read these bytes of an open file into its cache."""
+    _advise(descriptor, start, count, "POSIX_FADV_WILLNEED")
+
+
+def _advise(descriptor: int, start: int, count: int, advice: str) -> None:
     with suppress(AttributeError, OSError):  # the first: a system without it
-        os.posix_fadvise(descriptor, start, count, os.POSIX_FADV_WILLNEED)
+        os.posix_fadvise(descriptor, start, count, getattr(os, advice))
 
 
 def silence(stream: TextIO) -> None:
@@ -264,11 +253,11 @@ def sync_folder(folder: Path) -> None:
 
 
 def _checked(status: os.stat_result, path: str | Path) -> os.stat_result:
-    if stat.S_ISREG(status.st_mode):
+    letter = stat.filemode(status.st_mode)[0]
+    if letter == "-":
         return status
-    kind = next((words for is_kind, words in KINDS if is_kind(status.st_mode)), "no regular file")
-    if stat.S_ISDIR(status.st_mode):
+    code = errno.EINVAL
+    if letter == "d":
         code = errno.EISDIR
-    else:
-        code = errno.EINVAL
+    kind = KINDS.get(letter, "no regular file")
     raise OSError(code, f"it is {kind}, not a file", str(path))

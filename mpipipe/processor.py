@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from _thread import LockType, allocate_lock, get_ident
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +36,8 @@ THREAD_VARIABLES = (
     "MKL_NUM_THREADS",
     "BLIS_NUM_THREADS",
 )
+COUNT = r"\s*0*[1-9][0-9]*\s*"  # a positive integer
+COUNTS = re.compile(f"{COUNT}(,{COUNT})*")
 # of mallopt(3)
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
@@ -96,12 +99,12 @@ def chosen_threads() -> int | None:
     text = os.environ.get(VARIABLE, "")
     if not text:
         return blas_threads()
-    counts = _threads(text)
-    if not counts or "," in text:
+    count = _threads(text)
+    if not count or "," in text:
         raise ArgumentError(
             f"environment variable {VARIABLE}", found=repr(text), expected="a positive integer"
         )
-    return counts[0]
+    return count
 
 
 def blas_threads() -> int | None:
@@ -109,16 +112,14 @@ def blas_threads() -> int | None:
 
     A number is a positive integer, or OpenMP's list of one for each level of nesting ("4,2").
     """
-    counts = [count for name in THREAD_VARIABLES for count in _threads(os.environ.get(name, ""))]
-    return max(counts, default=None)
+    return max(_threads(os.environ.get(name, "")) for name in THREAD_VARIABLES) or None
 
 
-def _threads(text: str) -> list[int]:
-    """Return the number that a variable says, and nothing if it says none."""
-    counts = [count.strip() for count in text.split(",")]
-    if all(count.isascii() and count.isdigit() and count.strip("0") for count in counts):
-        return [int(counts[0])]
-    return []
+def _threads(text: str) -> int:
+    """Return the number that a variable says, and 0 if it says none."""
+    if COUNTS.fullmatch(text):
+        return int(text.split(",")[0])
+    return 0
 
 
 @cache
@@ -280,11 +281,9 @@ _POOL = _Pool()
 
 def _forget_threads() -> None:
     """In the child of a fork, which has the calling thread alone."""
-    threads = _POOL.threads
-    chosen = _POOL.chosen
-    _POOL.__init__()  # type: ignore[misc]
-    _POOL.threads = threads
-    _POOL.chosen = chosen
+    _POOL.free = allocate_lock()
+    _POOL.job = None
+    _POOL.wakes = []
 
 
 os.register_at_fork(after_in_child=_forget_threads)
@@ -323,9 +322,10 @@ def bytes_of_line(name: str, path: str = "/proc/meminfo") -> int | None:
 def line_of(path: str, name: str) -> str:
     """Return what follows `name:` in a file of /proc; empty if there is no such thing."""
     try:
-        lines = Path(path).read_text().splitlines()
+        text = Path(path).read_text()
     except OSError:
         return ""
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.split(":")[0].strip() == name), ""
-    )
+    found = re.search(rf"^[ \t]*{re.escape(name)}\s*:(.*)", text, re.MULTILINE)
+    if found is None:
+        return ""
+    return found[1].strip()

@@ -10,7 +10,6 @@ have. Its arrays are looked up each time, since it may exchange them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from copy import copy
 from inspect import signature
 from math import prod
 from typing import Any, Protocol, TypeAlias
@@ -114,7 +113,7 @@ def named_arrays(stage: PipelineStage, attribute: str) -> dict[str, Array]:
     """Return all "parameters" or "gradients" of a stage by name; as "flat" without names."""
     named: dict[str, Array] = {}
     if isinstance(stage, UserStage):
-        holder = getattr(stage.user_stage, attribute, None)
+        holder = stage.given(attribute)
         flat = flat_if_any(holder)
         if isinstance(holder, Mapping) and holder:
             named.update(holder)
@@ -136,19 +135,23 @@ class UserStage(nn.Differentiable):
     def __init__(self, user_stage: Any):
         self.user_stage = user_stage
         self.inner_stages: list[nn.Stage] = list(getattr(user_stage, "inner_stages", ()))
-        strange: list[str] = []
         for inner in self.inner_stages:
             if not isinstance(inner, nn.Stage):
-                strange.append(type(inner).__name__)
-        if strange:
-            raise ArgumentError(
-                "inner_stages of a stage", found=", ".join(strange), expected="a list of nn.Stage"
-            )
+                raise ArgumentError(
+                    "inner_stages of a stage",
+                    found=type(inner).__name__,
+                    expected="a list of nn.Stage",
+                )
+        self._first = next(iter(self.inner_stages), None)
         # The view of the parameters, with their place in memory.
         self._view: tuple[tuple[int, int], FlatView] | None = None
         self.position = Position()
         # The last forward that was called, and whether it takes a position.
         self._forward: tuple[Any, bool] = (None, False)
+
+    def given(self, name: str, default: object = None) -> Any:
+        """Return what the user's stage has under a name, or else the default."""
+        return getattr(self.user_stage, name, default)
 
     @property
     def name(self) -> str:
@@ -158,25 +161,18 @@ class UserStage(nn.Differentiable):
     @property
     def index(self) -> int | None:
         """Logical number; None before a pipeline has set it."""
-        return getattr(self.user_stage, "index", None)
+        return self.given("index")
 
     @property
     def device(self) -> str:
         """Name of the device: "cpu" or "cuda"."""
-        inner = "cpu"
-        if self.inner_stages:
-            inner = self.inner_stages[0].device
-        return str(getattr(self.user_stage, "device", inner))
+        return str(self.given("device", getattr(self._first, "device", "cpu")))
 
     @property
     def gpu(self) -> int | None:
         """Number of the GPU with its parameters; None on the host."""
-        inner = None
-        if self.inner_stages:
-            inner = self.inner_stages[0].gpu
-        gpu: int | None = getattr(self.user_stage, "gpu", inner)
-        flat = flat_if_any(getattr(self.user_stage, "parameters", None))
-        if gpu is None and flat is not None and arrays.is_device(flat):
+        gpu: int | None = self.given("gpu", getattr(self._first, "gpu", None))
+        if gpu is None and arrays.is_device(flat_if_any(self.given("parameters"))):
             return arrays.current_gpu()
         return gpu
 
@@ -188,17 +184,16 @@ class UserStage(nn.Differentiable):
     @property
     def parameters(self) -> FlatView:
         """The parameters by name, with `flat`; complex ones are pairs of real ones."""
-        holder = getattr(self.user_stage, "parameters", None)
+        holder = self.given("parameters")
         flat = flat_if_any(holder)
-        if flat is None:
-            place = (0, 0)
-        else:
+        place = (0, 0)
+        if flat is not None:
             place = (arrays.address(flat), flat.size)
         if self._view is None or self._view[0] != place:
-            if holder is not None or getattr(self.user_stage, "gradients", None) is not None:
-                self._view = place, FlatView.of(holder)
+            if holder is not None or self.given("gradients") is not None:
+                view = FlatView.of(holder)
             elif hasattr(self.user_stage, "gradients") or hasattr(self.user_stage, "parameters"):
-                self._view = place, FlatView(np.zeros(0, np.float32), {}, {})
+                view = FlatView(np.zeros(0, np.float32), {})
             else:
                 raise ArgumentError(
                     "a stage without flat parameters and gradients",
@@ -208,6 +203,7 @@ class UserStage(nn.Differentiable):
                     remedy="make both of nn.FlatBuffer; a stage around others: give its "
                     "inner_stages",
                 )
+            self._view = place, view
         return self._view[1]
 
     @property
@@ -216,16 +212,16 @@ class UserStage(nn.Differentiable):
         parameters = self.parameters
         if not parameters and not parameters.flat.size:
             return parameters
-        return parameters.like(getattr(self.user_stage, "gradients", None))
+        return parameters.like(self.given("gradients"))
 
     def own_arrays(self) -> dict[str, Array]:
         """Return its parameters, together and by name, and what `state_dict()` has besides."""
-        holder = getattr(self.user_stage, "parameters", None)
+        holder = self.given("parameters")
         arrays_by_name: dict[str, Array] = {}
         if flat_if_any(holder) is not None:
             view = FlatView.of(holder)
             arrays_by_name = {WHOLE: view.flat, **view}
-        for name, array in getattr(self.user_stage, "state_dict", dict)().items():
+        for name, array in self.given("state_dict", dict)().items():
             if name not in arrays_by_name and arrays.is_array(array):
                 arrays_by_name[name] = array
         return arrays_by_name
@@ -233,20 +229,19 @@ class UserStage(nn.Differentiable):
     @property
     def decay_ranges(self) -> list[tuple[int, int, bool]]:
         """(start, stop, decay) ranges of `parameters.flat`."""
-        ranges: list[tuple[int, int, bool]] | None = getattr(self.user_stage, "decay_ranges", None)
+        ranges: list[tuple[int, int, bool]] | None = self.given("decay_ranges")
         parameters = self.parameters
         if ranges is None:
             return parameters.decay_ranges
         parts = parameters.parts
         flat_ranges = []
-        for start, stop, decay in ranges:
-            flat_ranges.append((parts * start, parts * stop, decay))
         end = 0
-        for start, stop, _ in flat_ranges:
-            if start != end:
+        for start, stop, decay in ranges:
+            if parts * start != end:
                 break
-            end = stop
-        if end != parameters.flat.size:
+            end = parts * stop
+            flat_ranges.append((parts * start, end, decay))
+        if end != parameters.flat.size or len(flat_ranges) < len(ranges):
             raise ArgumentError(
                 "decay_ranges of a stage leave out parameters, or have some twice",
                 found=f"{self.name}: {ranges}",
@@ -257,12 +252,12 @@ class UserStage(nn.Differentiable):
     @property
     def ties(self) -> Mapping[str, Sequence[str]]:
         """Names of the parameters that are shared, by the key of what is shared."""
-        return getattr(self.user_stage, "ties", {})
+        return self.given("ties", {})
 
     @property
     def before_write(self) -> list[Callable[[], object]]:
         """Functions to call before anything writes to the parameters."""
-        hooks = getattr(self.user_stage, "before_write", None)
+        hooks = self.given("before_write")
         # A list that is empty is the user's own, too: a pipeline adds to it.
         if hooks is None:
             return []
@@ -271,18 +266,14 @@ class UserStage(nn.Differentiable):
     @property
     def contents(self) -> Mapping[str, Any]:
         """All arrays by name: of `state_dict()`, else `parameters`."""
-        give = getattr(self.user_stage, "state_dict", None)
-        if give is None:
-            named = self.user_stage.parameters
-        else:
-            named = give()
+        named = self.given("state_dict", lambda: self.user_stage.parameters)()
         if isinstance(named, FlatBuffer):
             return {name: named.entry(name) for name in named}
         return named
 
     def set_contents(self, values: Callable[[str], Array]) -> None:
         """Take values by name that could not be set in place."""
-        take = getattr(self.user_stage, "load_state_dict", None)
+        take = self.given("load_state_dict")
         if take is None:
             return
         read = {}
@@ -293,7 +284,7 @@ class UserStage(nn.Differentiable):
 
     def sync_compute(self) -> None:
         """Renew the copy of the parameters that the stage computes with, if there is one."""
-        renew = getattr(self.user_stage, "sync_compute", None)
+        renew = self.given("sync_compute")
         if renew is not None:
             renew()
 
@@ -302,13 +293,12 @@ class UserStage(nn.Differentiable):
     def check(self, ops: Collection[str], has_replicas: bool) -> None:
         """Raise ArgumentError if it lacks what these actions, or the replicas, need."""
         needed = []
-        for op in METHODS:
-            if op in ops:
-                needed.append(METHODS[op])
         missing = []
-        for name in needed:
-            if not callable(getattr(self.user_stage, name, None)):
-                missing.append(name)
+        for op, method in METHODS.items():
+            if op in ops:
+                needed.append(method)
+                if not callable(self.given(method)):
+                    missing.append(method)
         if missing:
             raise ArgumentError(
                 "a stage lacks methods that the schedule needs",
@@ -317,7 +307,7 @@ class UserStage(nn.Differentiable):
                 remedy="write them; a module of PyTorch becomes a stage by "
                 "mpipipe.adapters.torch_stage(module)",
             )
-        holder = getattr(self.user_stage, "gradients", None)
+        holder = self.given("gradients")
         if holder is not None:
             flat_of(holder, "the gradients of a stage")
         if has_replicas and not self.shows_gradients:
@@ -331,7 +321,7 @@ class UserStage(nn.Differentiable):
     def check_skips(self, number: int, takes: Sequence[str], gives: Sequence[str]) -> None:
         """Raise ArgumentError if the stage does not know of these skips."""
         names = [*takes, *gives]
-        if names and not getattr(self.user_stage, "takes_branches", True):
+        if names and not self.given("takes_branches", True):
             raise nn.no_branches_error(self.name, names)
 
     def unsliceable(self, rows: Sequence[int] | int | None = None) -> list[str]:
@@ -339,14 +329,14 @@ class UserStage(nn.Differentiable):
         names: list[str] = []
         for inner in self.inner_stages:
             names += inner.unsliceable(rows)
-        if rows != 1 and not getattr(self.user_stage, "slices", False):
+        if rows != 1 and not self.given("slices", False):
             names.append(f"{self.name}, which does not say that it takes slices")
         return names
 
     @property
     def input_names(self) -> set[str] | None:
         """Names that inputs of the first stage must have; None if that is not known."""
-        takes = getattr(self.user_stage, "takes", None)
+        takes = self.given("takes")
         if type(takes) is tuple:
             return {*takes}
         return None
@@ -359,12 +349,12 @@ class UserStage(nn.Differentiable):
     @property
     def own_gradients(self) -> Array | None:
         """Array of gradients that a user's own code could replace; None if there is none."""
-        return flat_if_any(getattr(self.user_stage, "gradients", None))
+        return flat_if_any(self.given("gradients"))
 
     @property
     def shown_gradients(self) -> list[Array]:
         """One-dimensional arrays with the gradients that the stage shows after a step."""
-        holder = getattr(self.user_stage, "gradients", None)
+        holder = self.given("gradients")
         if holder is not None:
             if holder.flat.size:
                 return [holder.flat]
@@ -384,7 +374,7 @@ class UserStage(nn.Differentiable):
         self._set_ends(False)
         for inner in self.inner_stages:
             inner.detach(poll)
-        if getattr(self.user_stage, "poll", None) == poll:
+        if self.given("poll") == poll:
             self.user_stage.poll = None
 
     @property
@@ -401,7 +391,7 @@ class UserStage(nn.Differentiable):
         for inner in self.inner_stages:
             inner.refresh()
         self._set_ends(ends)
-        refresh = getattr(self.user_stage, "refresh", None)
+        refresh = self.given("refresh")
         if refresh is None:
             return
         try:
@@ -415,7 +405,7 @@ class UserStage(nn.Differentiable):
 
     def _set_ends(self, ends: bool) -> None:
         # Anything else than a bool is an attribute of the user's own.
-        if isinstance(getattr(self.user_stage, "ends", None), bool):
+        if isinstance(self.given("ends"), bool):
             self.user_stage.ends = ends
 
     def forward(self, x: Tree) -> tuple[Tree, Saved]:
@@ -463,59 +453,59 @@ class FlatView(Mapping[str, Array]):
     `parts` is how many numbers of `flat` make one of the given array: 2 for complex ones.
     """
 
-    def __init__(self, flat: Array, offsets: Mapping[str, int], shapes: Mapping[str, arrays.Shape]):
-        pair: tuple[int, ...] = ()
-        if flat.dtype.kind == "c":
-            pair = (2,)
-        self._given = flat.dtype, flat.size
+    def __init__(self, flat: Array, places: Mapping[str, tuple[int, arrays.Shape]]):
+        self._given = flat
+        self._places = places  # start in the given array, and shape
         self.flat = arrays.as_reals(flat).reshape(-1)
-        self.parts = 1 + len(pair)
-        self.offsets = {name: self.parts * start for name, start in offsets.items()}
-        self._shapes = {name: (*shape, *pair) for name, shape in shapes.items()}
+        self.parts = 1 + (flat.dtype.kind == "c")
+        self.offsets = {name: self.parts * start for name, (start, _) in places.items()}
 
     @classmethod
     def of(cls, holder: object) -> FlatView:
         """Return the view of a user's `parameters`: an object with `flat`, perhaps with names."""
         flat = flat_of(holder, "the parameters of a stage")
         if not isinstance(holder, Mapping) or not holder:
-            return cls(flat, {WHOLE: 0}, {WHOLE: flat.shape})
-        offsets = {name: _offset(name, array, flat) for name, array in holder.items()}
-        return cls(flat, offsets, {name: array.shape for name, array in holder.items()})
+            return cls(flat, {WHOLE: (0, flat.shape)})
+        places = {}
+        for name, array in holder.items():
+            places[name] = _offset(name, array, flat), array.shape
+        return cls(flat, places)
 
     def like(self, holder: object) -> FlatView:
         """Return the view of a user's `gradients`, which lie as the parameters do."""
         flat = flat_of(holder, "the gradients of a stage")
-        if (flat.dtype, flat.size) != self._given:
+        expected = self._given
+        if (flat.dtype, flat.size) != (expected.dtype, expected.size):
             raise ArgumentError(
                 "parameters and gradients of a stage differ",
                 found=f"gradients.flat: {flat.dtype}[{flat.size}]",
-                expected="{}[{}], as parameters.flat is".format(*self._given),
+                expected=f"{expected.dtype}[{expected.size}], as parameters.flat is",
             )
-        view = copy(self)
-        view.flat = arrays.as_reals(flat).reshape(-1)
-        return view
+        return FlatView(flat, self._places)
 
     @property
     def decay_ranges(self) -> list[tuple[int, int, bool]]:
         """(start, stop, decay) ranges: matrices decay, vectors do not; without names all does."""
+        named = []
+        for name, (_, shape) in self._places.items():
+            if prod(shape):
+                named.append((self.offsets[name], len(shape) > 1 or name == WHOLE, name))
+        starts = {}
         decays = {}
-        for name, array in self.items():
-            if array.size:
-                decays[name] = array.ndim > self.parts or name == WHOLE
-        names = sorted(decays, key=lambda name: (self.offsets[name], decays[name]))
-        starts = {name: self.offsets[name] for name in names}
+        for start, decay, name in sorted(named):
+            starts[name] = start
+            decays[name] = decay
         return nn.decay_ranges(starts, decays, self.flat.size)
 
     def __getitem__(self, name: str) -> Array:
-        start = self.offsets[name]
-        shape = self._shapes[name]
-        return self.flat[start : start + prod(shape)].reshape(shape)
+        start, shape = self._places[name]
+        return arrays.as_reals(self._given[start : start + prod(shape)].reshape(shape))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.offsets)
+        return iter(self._places)
 
     def __len__(self) -> int:
-        return len(self.offsets)
+        return len(self._places)
 
 
 def flat_if_any(holder: object) -> Array | None:

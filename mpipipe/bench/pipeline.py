@@ -8,7 +8,7 @@ import numpy as np
 
 from mpipipe import Pipeline, adapters, nn, schedules
 from mpipipe.bench.timing import Call, Repeats, compare, on_ranks, report
-from mpipipe.comm import Envelope, HostTransport, Mailbox
+from mpipipe.comm import Envelope, Mailbox, Transport
 from mpipipe.errors import ArgumentError
 from mpipipe.job import Communicator, MpiCommunicator, runtime
 from mpipipe.text import counted
@@ -201,7 +201,7 @@ SIZES = (8, 1 << 10, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 def transport(repeats: Repeats = 50) -> None:
     """Mailbox against bare Isend and Irecv (mpiexec -n 2 python -m mpipipe bench transport)."""
     comm = _two_ranks("transport")
-    host = HostTransport(comm)
+    host = Transport(comm)
     for size in SIZES:
         count = max(2, min(200, (1 << 23) // size))
         turns = [_through_mailbox(comm, host, size, count), _bare(comm, size, count)]
@@ -221,7 +221,7 @@ def _rate(size: int, seconds: float) -> str:
     return f"{seconds * 1e6:9.2f} us {size / seconds / 1e9:6.2f} GB/s"
 
 
-def _through_mailbox(comm: Communicator, transport: HostTransport, size: int, count: int) -> Call:
+def _through_mailbox(comm: Communicator, transport: Transport, size: int, count: int) -> Call:
     """Return `count` turns of an array from rank 0 to rank 1 and back, through a mailbox."""
     rank = comm.rank
     mailbox = Mailbox(transport)

@@ -23,10 +23,10 @@ from mpipipe.text import counted
 
 def describe() -> dict[str, str]:
     """Describe MPI for `python -m mpipipe info`; collective. Raises BackendError without MPI."""
-    MPI = mpi()
-    comm = MPI.COMM_WORLD
+    library = mpi_library()
+    comm = mpi().COMM_WORLD
     group = group_of(comm)
-    hosts = group.gather("info: the hosts", MPI.Get_processor_name())
+    hosts = group.gather("info: the hosts", mpi().Get_processor_name())
     import mpi4py
 
     launcher = "none seen"
@@ -35,26 +35,26 @@ def describe() -> dict[str, str]:
         launcher = f"promises {counted(promise[1], 'rank')} ({promise[0]})"
     awareness = "no GPU"
     if _has_gpus(group):
-        verdict = gpu_aware.detect(comm)
-        awareness = f"staged through the host: {verdict.reason}"
-        if verdict.direct:
-            awareness = f"direct: {verdict.reason}"
+        awareness = str(gpu_aware.detect(comm))
     return {
-        "MPI": MPI.Get_library_version().splitlines()[0].strip().rstrip("\x00"),
-        "MPI standard": ".".join(map(str, MPI.Get_version())),
+        "MPI": library["library"],
+        "MPI standard": library["standard"],
         "mpi4py": mpi4py.__version__,
         "ranks": str(comm.size),
         "launcher": launcher,
         "hosts": ", ".join(f"{host} x {hosts.count(host)}" for host in sorted(set(hosts))),
-        "thread level": thread_level(),
+        "thread level": library["thread_level"],
         "largest tag": str(tag_upper_bound(comm)),
         "GPU-aware MPI": awareness,
         "python": sys.version.split()[0],
     }
 
 
-def thread_level() -> str:
-    """The level of threads that MPI grants this process. Raises BackendError without MPI."""
+def mpi_library() -> dict[str, str]:
+    """The MPI library, and the level of threads that it grants this process.
+
+    Raises BackendError without MPI.
+    """
     MPI = mpi()
     levels: dict[int, str] = {
         MPI.THREAD_SINGLE: "single",
@@ -62,7 +62,11 @@ def thread_level() -> str:
         MPI.THREAD_SERIALIZED: "serialized",
         MPI.THREAD_MULTIPLE: "multiple",
     }
-    return levels[MPI.Query_thread()]
+    return {
+        "library": " ".join(MPI.Get_library_version().splitlines()[0].rstrip("\x00").split()),
+        "standard": ".".join(map(str, MPI.Get_version())),
+        "thread_level": levels[MPI.Query_thread()],
+    }
 
 
 def nccl(comm: Communicator) -> str:

@@ -210,10 +210,7 @@ class Mailbox:
 
     def release(self, lease: Lease) -> None:
         """Give buffers back; on a device, work queued so far may still read them."""
-        transport = self.transport
         for slot in lease:
-            if transport.retires:
-                transport.retire(slot.buffer)
             slot.free.append(slot)
 
     def poll(self) -> None:
@@ -239,7 +236,6 @@ class Mailbox:
     def drop_buffers(self) -> None:
         """Drop all free buffers; their shapes will not come again."""
         self.slots.clear()
-        self.transport.drop_buffers()
 
     def cancel(self) -> None:
         """Withdraw posted receives after a failure; the pipeline cannot be used any more."""

@@ -12,7 +12,7 @@ from threading import get_ident
 from typing import NamedTuple
 
 from mpipipe.arrays import Array
-from mpipipe.comm.transport.choose import make_transport
+from mpipipe.comm.transport.gpu_aware import make_transport
 from mpipipe.job import Communicator, Message, Request, Snapshot, group_of, own
 
 ROTATIONS = ("overlap", "sendrecv")
@@ -20,26 +20,23 @@ TAG = 1
 KEPT = 8  # exchanges that a report of a hang knows, for each rank
 
 
-class RingMessages(NamedTuple):
-    """One message out and one in, with their number and both ends.
-
-    One of None bytes is not sent.
-    """
+class RingMessage(NamedTuple):
+    """One message of an exchange, with its number and the rank at its other end."""
 
     what: str
     number: int
-    dest: int
-    source: int
-    bytes_out: int | None
-    bytes_in: int | None
-    thread: int
+    peer: int
+    nbytes: int
+    receives: bool
 
     @property
     def subject(self) -> str:
         return f"message {self.number} of the {self.what}"
 
     def __str__(self) -> str:
-        return f"{self.subject} from rank {self.source} (tag {TAG}, {self.bytes_in or 0} bytes)"
+        if self.receives:
+            return f"{self.subject} from rank {self.peer} (tag {TAG}, {self.nbytes} bytes)"
+        return f"{self.subject} to be received by {self.peer}"
 
 
 class RingExchange:
@@ -51,10 +48,10 @@ class RingExchange:
         self.what = what
         self.group = group_of(comm)
         self.transport = make_transport(comm, 1, synchronous, device, self.group)
-        # The flag says whether it is a receive.
-        self.pending: deque[tuple[RingMessages, bool, Request]] = deque()
+        self.pending: deque[tuple[RingMessage, Request]] = deque()
         self.started = self.polls = 0
-        self.last: deque[RingMessages] = deque(maxlen=KEPT * self.group.size)
+        self.thread = 0  # the one that has started the last exchange
+        self.last: deque[RingMessage] = deque(maxlen=KEPT * self.group.size)  # sent
         self.group.context.add_inspectable(self)
 
     def start(
@@ -68,34 +65,27 @@ class RingExchange:
         work may change the outgoing array. Work queued after `finish` finds the received data.
         """
         self.started += 1
-        bytes_out = bytes_in = None
-        if outgoing is not None:
-            bytes_out = outgoing.nbytes
+        self.thread = get_ident()
+        transport = self.transport
         if incoming is not None:
-            bytes_in = incoming.nbytes
-        now = RingMessages(self.what, self.started, dest, source, bytes_out, bytes_in, get_ident())
-        self.last.append(now)
-        if incoming is not None:
-            self.pending.append((now, True, own(self.transport.irecv(incoming, source, 0, TAG))))
+            message = RingMessage(self.what, self.started, source, incoming.nbytes, True)
+            self.pending.append((message, own(transport.irecv(incoming, source, 0, TAG))))
         if outgoing is not None:
-            self.pending.append((now, False, own(self.transport.isend(outgoing, dest, 0, TAG))))
+            message = RingMessage(self.what, self.started, dest, outgoing.nbytes, False)
+            self.last.append(message)
+            self.pending.append((message, own(transport.isend(outgoing, dest, 0, TAG))))
         if mode == "sendrecv":
             self.finish()
 
     def poll(self) -> None:
         self.polls += 1
         if not self.transport.progress() and self.pending:
-            self.pending[0][2].Test()
+            self.pending[0][1].Test()
 
     def finish(self) -> None:
         while self.pending:
-            exchange, receives, request = self.pending[0]
-            what: object = exchange
-            peer = exchange.source
-            if not receives:
-                what = f"{exchange.subject} to be received by {exchange.dest}"
-                peer = exchange.dest
-            self.group.wait(request, what, peer)
+            message, request = self.pending[0]
+            self.group.wait(request, message, message.peer)
             self.pending.popleft()
 
     # -- for the report of a hang ------------------------------------------------------------------
@@ -106,28 +96,22 @@ class RingExchange:
     def snapshot(self) -> Snapshot:
         doing = ""
         expects = None
-        for now, receives, _ in tuple(self.pending)[:1]:
-            doing = f"exchange {now.number} of a {self.what}"
-            if receives:
-                expects = self._message(now, now.source, now.bytes_in)
-        thread = 0
-        sent = []
-        for earlier in tuple(self.last):
-            thread = earlier.thread
-            if earlier.bytes_out is not None:
-                sent.append(self._message(earlier, earlier.dest, earlier.bytes_out))
+        for message, _ in tuple(self.pending)[:1]:
+            doing = f"exchange {message.number} of a {self.what}"
+            if message.receives:
+                expects = self._described(message)
         return Snapshot(
             self.group.key,
             doing=doing,
             computes=doing != "",
-            thread=thread,
+            thread=self.thread,
             expects=expects,
-            sent=tuple(sent),
+            sent=tuple(map(self._described, tuple(self.last))),
         )
 
-    def _message(self, messages: RingMessages, peer: int, nbytes: int | None) -> Message:
-        member = self.group.members[peer]
-        return Message((messages.number,), messages.subject, member, (0, TAG), nbytes)
+    def _described(self, message: RingMessage) -> Message:
+        member = self.group.members[message.peer]
+        return Message((message.number,), message.subject, member, (0, TAG), message.nbytes)
 
     def close(self) -> None:
         """Free the communicator; collective."""

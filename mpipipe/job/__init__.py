@@ -67,7 +67,15 @@ if TYPE_CHECKING:
     from mpipipe.job.runtime import mpi, tag_upper_bound, world
     from mpipipe.job.settings import GPU_DIRECT, NCCL, launcher_size
     from mpipipe.job.stop_signals import parse_signals
-    from mpipipe.job.types import Communicator, MpiCommunicator, ReplicaSum, Request, Testable
+    from mpipipe.job.types import (
+        Advancing,
+        Buffer,
+        Communicator,
+        MpiCommunicator,
+        ReplicaSum,
+        Request,
+        Testable,
+    )
     from mpipipe.job.wait import Condition, ThreadTask, wait_for, wait_locally
     from mpipipe.job.watch.watchdog import watching
 

@@ -332,7 +332,7 @@ class NormOnDevice:
             self._owners = norm._owners
         self._row = row
         self._scale = scale
-        with nullcontext() if row is None else row.failing():
+        with nullcontext() if row is None else row.group.failing(WHAT):
             if row is None:
                 make = arrays.empty
             else:

@@ -204,9 +204,6 @@ class TiedParameter:
         for gradient in self.sums:
             if gradient is not total:
                 arrays.copy_into(gradient, total)
-        for place, part in zip(self.places, self.parts):
-            if place.rank != self.pipe.rank:
-                self.transport.retire(part)
 
     def _start(self, array: Array, place: TiedPlace) -> Sequence[tuple[Testable, int]]:
         """Send the array of a place on this rank to all peers, or receive that of another rank."""

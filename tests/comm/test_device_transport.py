@@ -17,10 +17,9 @@ from mpipipe.comm import allreduce
 from mpipipe.comm.mailbox import Mailbox
 from mpipipe.comm.ring_exchange import RingExchange
 from mpipipe.comm.transport import gpu_aware, staged
-from mpipipe.comm.transport.choose import make_transport
 from mpipipe.comm.transport.device import DeviceTransport
-from mpipipe.comm.transport.gpu_aware import GpuAwareness
-from mpipipe.comm.transport.host import HostTransport
+from mpipipe.comm.transport.gpu_aware import GpuAwareness, make_transport
+from mpipipe.comm.transport.host import Transport
 from mpipipe.comm.transport.staged import SMALLEST, PinnedPool, StagedTransport
 from mpipipe.errors import ArgumentError, PeerError
 from mpipipe.job import context
@@ -47,17 +46,15 @@ def kind_of_transport(request, gpu, comm):
 class Incurious(StagedTransport):
     """Does not look whether copies are done, which would make the emulated device work on them."""
 
-    def progress(self):
-        returned, self.returned = self.returned, type(self.returned)()
-        advanced = super().progress()
-        self.returned = returned + self.returned
-        return advanced
+    def __init__(self, comm):
+        super().__init__(comm)
+        self.in_pool.collect = lambda: None
 
 
 def settle(transport):
     """Let the copies to the device end that are under way."""
-    while getattr(transport, "returned", None):
-        transport.progress()
+    while isinstance(transport, StagedTransport) and transport.in_pool.returning:
+        transport.in_pool.collect()
 
 
 def only_emulated(gpu):
@@ -86,7 +83,6 @@ def test_long_arrays(gpu, comm, kind_of_transport, nbytes):
     for turn in range(2):
         go_round(comm, transport, arrays.upload(content(nbytes, "uint8", 2 * comm.rank + turn)), received, 0, 1)
         assert (arrays.download(received) == content(nbytes, "uint8", 2 * neighbours(comm)[1] + turn)).all()
-        transport.retire(received)
     transport.close()
 
 
@@ -96,7 +92,6 @@ def test_the_host_waits_for_nothing(gpu, comm, kind_of_transport):
     gpu.reset()
     for turn in range(3):
         go_round(comm, transport, make(turn, 1 << 19), received, 0, 1)
-        transport.retire(received)
     assert gpu.synchronisations == []
     transport.close()
 
@@ -156,7 +151,6 @@ def test_no_message_waits_for_pinned_memory_that_another_holds(gpu, comm, monkey
     for m in reversed(range(12)):
         wait_for(transport.irecv(received, left, 0, m), f"message {m}")
         assert (arrays.download(received) == m).all()
-        transport.retire(received)
     finish(*sends)
     settle(transport)
     for pool in (transport.out_pool, transport.in_pool):
@@ -193,19 +187,13 @@ def receive_again_while_the_consumer_is_late(comm, transport, turns=4):
             result = arrays.empty_like(slot)
             arrays.copy_into(result, slot)
             results.append(result)
-            transport.retire(slot)
         comm.Barrier()
         transport.close()
         return [found[0] for found in arrays.download(*results)]
 
 
-def test_a_receive_waits_for_the_last_consumer_of_its_buffer_retired_or_not(gpu, comm, kind_of_transport):
-    class Forgetful(kind_of_transport):
-        def retire(self, array):
-            pass
-
-    for kind in (kind_of_transport, Forgetful):
-        assert receive_again_while_the_consumer_is_late(comm, kind(comm)) == [0, 1, 2, 3]
+def test_a_receive_waits_for_the_last_consumer_of_its_buffer(gpu, comm, kind_of_transport):
+    assert receive_again_while_the_consumer_is_late(comm, kind_of_transport(comm)) == [0, 1, 2, 3]
 
 
 def send_at_once(comm, transport, count=16):
@@ -213,7 +201,7 @@ def send_at_once(comm, transport, count=16):
     right, left = neighbours(comm)
     received = transport.empty((count,), np.dtype(float))
     arriving = transport.irecv(received, left, 0, 1)
-    while not arriving.posted:
+    while arriving.line.waiting:
         transport.progress()
     comm.Barrier()
     leaving = transport.isend(make(7, count), right, 0, 1)
@@ -244,7 +232,7 @@ def test_an_array_may_be_forgotten_once_it_is_sent(gpu, comm, kind_of_transport)
 
 def test_the_transport_follows_device_and_verdict(gpu, comm, monkeypatch):
     for device, direct, expected in (
-        ("cpu", True, HostTransport), ("cuda", True, DeviceTransport), ("cuda", False, StagedTransport)
+        ("cpu", True, Transport), ("cuda", True, DeviceTransport), ("cuda", False, StagedTransport)
     ):  # fmt: skip
         monkeypatch.setattr(gpu_aware, "detect", lambda *groups, direct=direct: GpuAwareness(direct, "a test"))
         transport = make_transport(comm, 1, False, device)
@@ -332,7 +320,7 @@ def test_sums_of_device_buffers_equal_those_of_host_buffers(gpu, comm, monkeypat
     queue = pending[0].queue
     for k in np.random.default_rng(comm.rank).permutation(len(flats)):  # each rank looks at them in its own order
         wait_for(pending[k])
-    buffers = [*queue.returning, *(buffer for free in queue.pool.free.values() for buffer in free)]
+    buffers = [*queue.pool.returning, *(buffer for free in queue.pool.free.values() for buffer in free)]
     assert gpu.synchronisations == [] and 1 <= len(buffers) <= allreduce.BUFFERS
     assert queue not in context.current_rank().advancing
     for flat, sum_ in zip(flats, expected):

@@ -134,7 +134,7 @@ def test_several_sums_in_buckets_whatever_is_waited_for_first(own, adder, comm, 
         wait_for(each)
     for k, flat in enumerate(flats):
         assert (arrays.download(flat) == comm.size * (comm.size - 1) / 2 + comm.size * k).all()
-    assert not adder.waiting and not adder.underway and adder.task is None
+    assert adder.is_empty
 
 
 def test_a_sum_follows_the_work_before_it(adder, comm):
@@ -174,7 +174,7 @@ def test_a_row_has_the_part_of_each_rank_bit_by_bit(own, group, comm):
         mine[part] = expected[part] * 2.0**turn
         shared, copy = arrays.copy(arrays.upload(mine)), arrays.zeros(expected.size, float, "cuda")
         row.share(shared)
-        row.channel.stream.synchronize()
+        row.stream.synchronize()
         arrays.copy_into(copy, shared)
         done = arrays.record()
         row.wait(lambda done=done: arrays.is_done(done), keeping=shared)

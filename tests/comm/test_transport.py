@@ -6,8 +6,8 @@ import pytest
 from support.around import check_names, content, envelopes, go_round, neighbours
 
 from mpipipe.comm.mailbox import Mailbox
-from mpipipe.comm.transport.choose import make_transport
-from mpipipe.comm.transport.host import HostTransport, check_sendable
+from mpipipe.comm.transport.gpu_aware import make_transport
+from mpipipe.comm.transport.host import Transport, check_sendable
 from mpipipe.errors import ArgumentError
 from mpipipe.pipeline.units import MessageSpec
 
@@ -16,9 +16,17 @@ DTYPES = [*NAMES.split(), ml_dtypes.bfloat16]
 SHAPES = [(), (0,), (3,), (2, 0, 4), (5, 4), (2, 1, 3, 1, 2, 1, 1, 2), (1,) * 12]
 
 
+class Short(Transport):
+    piece_bytes = 16
+
+
+class Pieces(Transport):
+    piece_bytes = 10_000
+
+
 @pytest.mark.parametrize("kind", DTYPES, ids=str)
 def test_every_dtype_and_shape_goes_round_the_ring(comm, kind):
-    transport = HostTransport(comm, 2, synchronous=True, piece_bytes=16)
+    transport = Short(comm, 2, synchronous=True)
     for shape in SHAPES:
         received = np.empty(shape, kind)
         go_round(comm, transport, content(shape, kind, comm.rank), received, 1, 5)
@@ -27,7 +35,7 @@ def test_every_dtype_and_shape_goes_round_the_ring(comm, kind):
 
 
 def test_long_arrays_travel_in_pieces(comm):
-    transport, received = HostTransport(comm, piece_bytes=10_000), np.empty(123_457)
+    transport, received = Pieces(comm), np.empty(123_457)
     go_round(comm, transport, np.arange(123_457.0) + comm.rank, received, 0, 1)
     np.testing.assert_array_equal(received, np.arange(123_457.0) + neighbours(comm)[1])
     transport.close()
@@ -35,7 +43,7 @@ def test_long_arrays_travel_in_pieces(comm):
 
 def test_host_arrays_take_the_plain_transport(comm):
     transport = make_transport(comm, 2)
-    assert type(transport) is HostTransport and len(transport.channels) == 2
+    assert type(transport) is Transport and len(transport.channels) == 2
     transport.close()
 
 
@@ -58,13 +66,13 @@ def test_header_describes_what_follows():
 @pytest.mark.parametrize("synchronous", [False, True])
 @pytest.mark.parametrize("window", [1, 3, 9])
 def test_messages_sent_in_another_order_arrive_under_their_names(comm, window, synchronous):
-    transport = HostTransport(comm, synchronous=synchronous)
+    transport = Transport(comm, synchronous=synchronous)
     check_names(comm, transport, window, 20_000, lambda value, count: np.full(count, float(value)))
     transport.close()
 
 
 def test_unknown_shapes_come_with_a_header(comm):
-    transport = HostTransport(comm)
+    transport = Transport(comm)
     mailbox = Mailbox(transport)
     outgoing, incoming = envelopes(comm, 2)
     tree = (np.full((2, 3), comm.rank), np.ones(5, np.float32))

@@ -9,47 +9,66 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from itertools import chain
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import DTypeLike
 
 from mpipipe import arrays
-from mpipipe.arrays import Event
+from mpipipe.arrays import DeviceArray, Event
 from mpipipe.errors import BackendError, MpipipeError
 from mpipipe.job import NCCL, RankGroup, ThreadTask, found_by_all, keep_forever, runtime
 
-NcclCommunicator: TypeAlias = Any  # cupy.cuda.nccl.NcclCommunicator: CuPy may be missing
-# Puts work of a communicator on a stream, which is given by its address.
-Operation: TypeAlias = Callable[[NcclCommunicator, int], object]
-
 
 class Channel:
-    """One rank's end of a communicator of NCCL.
+    """One rank's end of a communicator of NCCL; the constructor and `close` are collective.
 
-    The constructor waits for the other ranks, so it belongs into an NcclTask.
-
-    `identity` is what rank 0 of the communicator got from `new_identity`. `first` puts an operation
-    on (communicator, stream) that all ranks begin with: NCCL connects ranks when they first talk,
-    and the host waits for that. What it returns is kept until the operation is done.
+    `purpose` is what it is for, in errors. All ranks begin with a sum of `length` zeros: NCCL
+    connects ranks when they first talk, and the host waits for that. Where this rank cannot open
+    it, it raises BackendError; the group ends then, and the others raise PeerError.
     """
 
-    def __init__(self, size: int, rank: int, identity: bytes, first: Operation) -> None:
+    def __init__(self, group: RankGroup, length: int, dtype: DTypeLike, purpose: str) -> None:
         limit_kernels()
-        self.communicator = arrays.nccl().NcclCommunicator(size, identity, rank)
-        # Its end is `close` or `abort`, not the collector's, which would wait there.
-        keep_forever(self.communicator)
+        self.group = group
+        self.what = purpose
         self.stream = arrays.side_stream()
         self.ended = False
-        result = first(self.communicator, self.stream.ptr)
-        self.stream.synchronize()
-        del result
+        what = f"opening NCCL for {purpose}"
+        identity = None
+        if group.rank == 0:
+            identity = bytes(arrays.nccl().get_unique_id())
+        identity = group.broadcast(what, identity)
+        zeros = arrays.zeros(length, np.dtype(dtype), "cuda")
+        arrays.stream().synchronize()
 
-    def put(self, operation: Operation, after: Sequence[Event]) -> Event:
-        """Put an operation on the stream, after these events; returns the event after it."""
+        def connect() -> None:
+            self.communicator = arrays.nccl().NcclCommunicator(group.size, identity, group.rank)
+            # Its end is `close` or `abort`, not the collector's, which would wait there.
+            keep_forever(self.communicator)
+            self._add(zeros)
+            self.stream.synchronize()
+
+        task = NcclTask(connect, what)
+        with group.failing(what):
+            group.wait(task, what)
+            task.value()
+        group.agree(what)
+
+    def add(self, part: DeviceArray, after: Event) -> Event:
+        """Put a sum on the stream, after an event; returns the event after it."""
         with self.stream:
-            for event in after:
-                arrays.wait_for(event)
-            operation(self.communicator, self.stream.ptr)
+            arrays.wait_for(after)
+            self._add(part)
             return arrays.record()
+
+    def _add(self, part: DeviceArray) -> None:
+        kind, several = nccl_type(part)
+        place = arrays.address(part)
+        count = part.size * several
+        add = arrays.nccl().NCCL_SUM
+        self.communicator.allReduce(place, place, count, kind, add, self.stream.ptr)
 
     def check(self) -> None:
         """Raise BackendError if NCCL has noticed a failure; never waits."""
@@ -71,43 +90,20 @@ class Channel:
             NcclTask(self.communicator.abort, "the abort of NCCL's communicators")
 
     def close(self) -> None:
-        """Free the communicator when nothing is under way; may wait, so call it in an NcclTask."""
+        """Free the communicator, on which nothing is under way."""
         if not self.ended:
             self.ended = True
-            self.communicator.destroy()
+            what = "the end of NCCL's communicators"
+            task = NcclTask(self.communicator.destroy, what)
+            self.group.wait(task, what)
+            task.value()
 
 
-def new_identity() -> bytes:
-    """Return the identity of a new communicator, which its rank 0 hands to the others."""
-    limit_kernels()
-    return bytes(arrays.nccl().get_unique_id())
-
-
-def open_channel(group: RankGroup, first: Operation, purpose: str) -> Channel:
-    """Open the channel of all ranks of a group; collective. `purpose` is what it is for, in errors.
-
-    Where this rank cannot open it, it raises BackendError; the group ends then, and the others
-    raise PeerError.
-    """
-    what = f"opening NCCL for {purpose}"
-    identity = None
-    if group.rank == 0:
-        identity = new_identity()
-    identity = group.broadcast(what, identity)
-    task = NcclTask(partial(Channel, group.size, group.rank, identity, first), what)
-    with group.failing(what):
-        group.wait(task, what)
-        channel = task.value()
-    group.agree(what)
-    return channel
-
-
-def close_channel(channel: Channel, group: RankGroup) -> None:
-    """Free the channel of a group, on which nothing is under way."""
-    what = "the end of NCCL's communicators"
-    task = NcclTask(channel.close, what)
-    group.wait(task, what)
-    task.value()
+def nccl_type(part: DeviceArray) -> tuple[int, int]:
+    """Return NCCL's type of an array that it can add, and its elements in one of ours."""
+    kind = arrays.nccl_type(part.dtype)
+    assert kind is not None  # NcclSums.takes was asked
+    return kind
 
 
 # -- Calls of NCCL that keep the host until other ranks come, made on a thread ---------------------
@@ -191,10 +187,7 @@ def agree_on_nccl(groups: Sequence[RankGroup], device: str) -> NcclChoice:
     """
     everyone = [facts_of(groups[0], device)]
     for group in groups:
-        parts = group.gather(CALL, everyone)
-        everyone = []
-        for part in parts:
-            everyone += part
+        everyone = [*chain.from_iterable(group.gather(CALL, everyone))]
     try:
         return judge(sorted(set(everyone)))
     except BackendError as error:
@@ -205,20 +198,23 @@ def facts_of(group: RankGroup, device: str) -> Facts:
     """What this rank says of itself; the arguments are those of `agree_on_nccl`."""
     rank = group.world_rank
     setting = os.environ.get(NCCL.name) or "auto"
+    problem = ""
     if setting == "off":
-        return Facts(rank, setting, f"{NCCL.name}=off")
-    if runtime.in_process(group.comm):
-        return Facts(rank, setting, "the ranks are threads of one process")
-    if device == "cpu":
-        return Facts(rank, setting, "it computes on the CPU")
-    try:
-        version = arrays.nccl().get_version()
-    except MpipipeError as error:
-        return Facts(rank, setting, error.message)
-    except Exception as error:  # a library that is there and does not work raises what it likes
-        return Facts(rank, setting, repr(error))
-    text = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
-    return Facts(rank, setting, "", socket.gethostname(), arrays.bus_id(), text)
+        problem = f"{NCCL.name}=off"
+    elif runtime.in_process(group.comm):
+        problem = "the ranks are threads of one process"
+    elif device == "cpu":
+        problem = "it computes on the CPU"
+    else:
+        try:
+            version = arrays.nccl().get_version()
+            text = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+            return Facts(rank, setting, "", socket.gethostname(), arrays.bus_id(), text)
+        except MpipipeError as error:
+            problem = error.message
+        except Exception as error:  # a library that does not work raises what it likes
+            problem = repr(error)
+    return Facts(rank, setting, problem)
 
 
 def judge(everyone: Sequence[Facts]) -> NcclChoice:
@@ -226,7 +222,7 @@ def judge(everyone: Sequence[Facts]) -> NcclChoice:
     refusals = _refusals(everyone)
     if refusals:
         rank, reason = refusals[0]
-        if "on" in {facts.setting for facts in everyone}:
+        if any(facts.setting == "on" for facts in everyone):
             raise BackendError(
                 f"{NCCL.name}=on, and NCCL cannot be used",
                 rank=rank,
@@ -252,14 +248,13 @@ def _refusals(everyone: Sequence[Facts]) -> list[tuple[int, str]]:
     refusals = []
     for facts in everyone:
         owner = first.setdefault((facts.host, facts.gpu), facts.rank)
-        if facts.problem:
-            refusals.append((facts.rank, facts.problem))
-        elif owner != facts.rank:
-            refusals.append(
-                (facts.rank, f"it shares GPU {facts.gpu} of {facts.host} with rank {owner}")
-            )
-        elif facts.version != version:
-            refusals.append((facts.rank, f"it has NCCL {facts.version}, and others {version}"))
+        problem = facts.problem
+        if not problem and owner != facts.rank:
+            problem = f"it shares GPU {facts.gpu} of {facts.host} with rank {owner}"
+        elif not problem and facts.version != version:
+            problem = f"it has NCCL {facts.version}, and others {version}"
+        if problem:
+            refusals.append((facts.rank, problem))
     return refusals
 
 

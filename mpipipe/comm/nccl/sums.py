@@ -10,126 +10,97 @@ can depend on a rank that has failed meanwhile.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import DeviceArray, Event
+from mpipipe.arrays import Array, DeviceArray
 from mpipipe.comm.allreduce import BUCKET_BYTES, cut_evenly
-from mpipipe.comm.nccl.channel import NcclCommunicator, NcclTask, close_channel, open_channel
-from mpipipe.job import Condition, RankGroup, keep_forever, register_progress, unregister_progress
+from mpipipe.comm.nccl.channel import Channel, NcclTask, nccl_type
+from mpipipe.comm.pieces import ArrayPiece, PieceLine, PieceRequest
+from mpipipe.job import (
+    Condition,
+    RankGroup,
+    Testable,
+    keep_forever,
+    register_progress,
+    unregister_progress,
+)
 
 
-class NcclSums:
+class NcclSums(PieceLine):
     """The sums over the ranks of one group; the constructor and `close` are collective."""
 
     def __init__(self, group: RankGroup) -> None:
+        super().__init__()
         self.group = group
-        self.channel = open_channel(
-            group, partial(_first, 1, np.dtype(np.float32)), "the sums over the replicas"
-        )
-        # (sum, start, stop) of buckets that are not on the stream yet, in order
-        self.waiting: deque[tuple[NcclSum, int, int]] = deque()
-        # puts a bucket of a sum there where NCCL may have to connect ranks first; the next ones
-        # wait for it
-        self.task: tuple[NcclTask[Event], NcclSum] | None = None
-        self.underway: deque[tuple[Event, NcclSum]] = deque()  # buckets on the stream
+        self.channel = Channel(group, 1, np.float32, "the sums over the replicas")
         # (type, count) that NCCL has made its connections for.
         self.connected: set[tuple[int, int]] = set()
 
-    def takes(self, flat: arrays.Array) -> bool:
+    def takes(self, flat: Array) -> bool:
         """Whether an array can be summed here: one on a GPU, of a type that NCCL knows."""
         return arrays.is_device(flat) and arrays.nccl_type(flat.dtype) is not None
 
     def start(self, flat: DeviceArray) -> NcclSum:
         """Start a sum after all work on the current stream; in the same order on all ranks."""
-        new = NcclSum(self, flat)
+        new = NcclSum(self, self, arrays.record())
         for start, stop in cut_evenly(flat.size, BUCKET_BYTES // flat.itemsize):
-            self.waiting.append((new, start, stop))
-            new.left += 1
+            new.add(_Bucket(new, flat[start:stop]))
         register_progress(self)
         self.progress()
         return new
 
     def progress(self) -> None:
         self.channel.check()
-        if self.task is not None and self.task[0].Test():
-            task, new = self.task
-            self.underway.append((task.value(), new))
-            self.task = None
-        while self.waiting and self.task is None:
-            self._put(*self.waiting.popleft())
-        while self.underway and arrays.is_done(self.underway[0][0]):
-            self.underway.popleft()[1].left -= 1
-        if self.task is None and not self.underway:
-            unregister_progress(self)
-
-    def _put(self, new: NcclSum, start: int, stop: int) -> None:
-        part = new.flat[start:stop]
-        key = _type_of(part)[0], part.size
-        put = partial(self.channel.put, partial(_add, part), [new.ready])
-        if key in self.connected:
-            self.underway.append((put(), new))
-            return
-        self.connected.add(key)
-        self.task = NcclTask(put, "a sum over the replicas by NCCL"), new
+        super().progress()
 
     def abort(self) -> None:
         """End kernels that wait for others after a failure, and free nothing of theirs."""
-        unregister_progress(self)
-        keep_forever(self)
+        super().abort()
         self.channel.abort()
 
     def close(self) -> None:
         """Free the communicator when no sum is under way; collective. After a failure it stays."""
         unregister_progress(self)
         if self.group.failure is None:
-            close_channel(self.channel, self.group)
+            self.channel.close()
 
 
-class NcclSum:
+class NcclSum(PieceRequest):
     """A sum under way; `Test()` is true once `flat` holds the sum over all ranks."""
 
-    def __init__(self, sums: NcclSums, flat: DeviceArray) -> None:
-        self.sums = sums
-        self.flat = flat
-        self.ready = arrays.record()
-        self.left = 0
+    owner: NcclSums
 
-    def Test(self) -> bool:
-        if self.left:
-            self.sums.progress()
-        return not self.left
-
-    def progress(self) -> None:
-        self.sums.progress()
-
-    def Cancel(self) -> None:
-        self.sums.abort()
+    def start(self, piece: ArrayPiece) -> Testable:
+        event = self.owner.channel.add(piece.part, self.ready)
+        return Condition(partial(arrays.is_done, event))
 
 
-def _type_of(part: DeviceArray) -> tuple[int, int]:
-    kind = arrays.nccl_type(part.dtype)
-    assert kind is not None  # NcclSums.takes was asked
-    return kind
+class _Bucket(ArrayPiece):
+    """A part of a sum; where NCCL may have to connect ranks for it, a thread waits for that."""
 
+    whole: NcclSum
+    task: NcclTask[Testable] | None = None
 
-def _first(size: int, dtype: np.dtype, communicator: NcclCommunicator, stream: int) -> DeviceArray:
-    """Let NCCL connect the ranks for a sum of this size; keep the result until it is done."""
-    zeros = arrays.zeros(size, dtype, "cuda")
-    arrays.stream().synchronize()
-    _add(zeros, communicator, stream)
-    return zeros
+    def prepare(self, is_first: bool) -> bool:
+        return True
 
-
-def _add(part: DeviceArray, communicator: NcclCommunicator, stream: int) -> None:
-    place = arrays.address(part)
-    kind, several = _type_of(part)
-    communicator.allReduce(place, place, part.size * several, kind, arrays.nccl().NCCL_SUM, stream)
+    def post(self) -> bool:
+        kind, _ = nccl_type(self.part)
+        connected = self.whole.owner.connected
+        if (kind, self.part.size) not in connected:
+            connected.add((kind, self.part.size))
+            start = partial(self.whole.start, self)
+            self.task = NcclTask(start, "a sum over the replicas by NCCL")
+        if self.task is None:
+            return super().post()
+        if self.task.Test():
+            self.request = self.task.value()
+            return True
+        return False
 
 
 # -- A row of numbers, put together on the devices by NCCL: each rank has a part of it -------------
@@ -143,27 +114,18 @@ def _add(part: DeviceArray, communicator: NcclCommunicator, stream: int) -> None
 # before the next call begins.
 
 
-KIND = np.dtype(np.float64)
-
-
-class NcclRow:
-    """Rows of one length over the ranks of a group; constructor and `close` are collective."""
+class NcclRow(Channel):
+    """Rows of one length over the ranks of a group, in float64."""
 
     def __init__(self, group: RankGroup, length: int, what: str) -> None:
-        self.group = group
-        self.what = what
-        self.channel = open_channel(group, partial(_first, length, KIND), what)
+        super().__init__(group, length, np.float64, what)
 
     def share(self, row: DeviceArray) -> None:
         """Make `row`, zeros except for this rank's part, the row of all ranks.
 
         Later work on the current stream finds it.
         """
-        arrays.wait_for(self.channel.put(partial(_add, row), [arrays.record()]))
-
-    def failing(self) -> AbstractContextManager[None]:
-        """Within, what is raised ends the wait of the other ranks for this one."""
-        return self.group.failing(self.what)
+        arrays.wait_for(self.add(row, arrays.record()))
 
     def wait(self, is_done: Callable[[], bool], keeping: object) -> None:
         """Wait for what was put on the current stream after a row.
@@ -173,17 +135,13 @@ class NcclRow:
         """
 
         def ended() -> bool:
-            self.channel.check()  # finds failures of NCCL meanwhile
+            self.check()  # finds failures of NCCL meanwhile
             return is_done()
 
         try:
-            with self.failing():
+            with self.group.failing(self.what):
                 self.group.wait(Condition(ended), self.what)
         except BaseException:
             keep_forever(keeping)
-            self.channel.abort()
+            self.abort()
             raise
-
-    def close(self) -> None:
-        """Free the communicator; collective, and only when no row is under way."""
-        close_channel(self.channel, self.group)

@@ -4,8 +4,7 @@ MPI knows no streams. Two rules keep it and the kernels apart, and the host wait
 
 - An array must be complete before it is sent. `isend` records an event after all work of the
   current stream, the kernel that makes the array included; the send starts once that event is done.
-- A buffer must be read before it is overwritten. `retire(array)` records an event after the last
-  work that reads the buffer, and `irecv` does so for an array that was never retired; the receive
+- A buffer must be read before it is overwritten. `irecv` records an event, too, and the receive
   starts once that event is done. A new array needs this as much as an old one: CuPy hands out
   memory that earlier work on the stream may still use.
 
@@ -19,95 +18,72 @@ Host arrays, headers for example, go along with the others, in the same order.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections import defaultdict
+from functools import partial
 
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Array, DeviceArray, Event, Shape
+from mpipipe.arrays import Array, DeviceArray, Shape
+from mpipipe.comm.pieces import ArrayPiece, PieceLine, PieceRequest
 from mpipipe.comm.transport.host import (
-    PIECE_BYTES,
-    HostTransport,
+    MakesPiece,
+    MessageInPieces,
+    Name,
+    Start,
     Transport,
     check_sendable,
-    start_all,
 )
-from mpipipe.job import (
-    Communicator,
-    Request,
-    keep_forever,
-    own,
-    register_progress,
-    runtime,
-    unregister_progress,
-)
-
-Name: TypeAlias = tuple[int, int, int]  # peer, channel, tag
+from mpipipe.job import Communicator, keep_forever, register_progress, runtime, unregister_progress
 
 
 class DeviceTransport(Transport):
-    """Messages whose addresses in device memory go to a GPU-aware MPI.
+    """Messages whose addresses in device memory go to a GPU-aware MPI, in pieces.
 
-    Those of device arrays are of the classes `outgoing` and `incoming`, which start once the event
-    `ready` is done.
+    All messages of one name stand in one line, piece by piece, in the order of the calls.
     """
 
-    piece_bytes = PIECE_BYTES
-
-    retires = True
+    takes_devices = True
+    depth = 1 << 30  # pieces of one line that are under way at once
 
     def __init__(self, comm: Communicator, channels: int = 1, synchronous: bool = False) -> None:
-        self.host = HostTransport(comm, channels, synchronous, self.piece_bytes)
-        self.channels = self.host.channels
-        self.outgoing: type[DeviceMessage] = WholeMessage
-        self.incoming: type[DeviceMessage] = WholeMessage
-        self.sends: list[DeviceMessage] = []  # messages under way, in the order of the calls
-        self.receives: list[DeviceMessage] = []
-        # id -> (event, array); the array is held so that its id stays its own
-        self.retired: dict[int, tuple[Event, DeviceArray]] = {}
+        super().__init__(comm, channels, synchronous)
+        # The classes of the pieces of device arrays.
+        self.outgoing: MakesPiece = DevicePiece
+        self.incoming: MakesPiece = DevicePiece
+        self.lines: dict[Name, PieceLine] = defaultdict(lambda: PieceLine(self.depth))
         register_progress(self)
 
     def empty(self, shape: Shape, kind: np.dtype) -> DeviceArray:
         return arrays.empty(shape, kind, "cuda")
 
-    def retire(self, array: Array) -> None:
-        if arrays.is_device(array):
-            self.retired[id(array)] = arrays.record(), array
+    def receiver(self, channel: int, shape: Shape, kind: np.dtype) -> Start:
+        return partial(self._begin, self.receivers[channel], self.incoming)
 
-    def isend(self, array: Array, peer: int, channel: int, tag: int) -> DeviceMessage:
-        return self._begin(self.sends, self.outgoing, (peer, channel, tag), array)
-
-    def irecv(self, array: Array, peer: int, channel: int, tag: int) -> DeviceMessage:
-        return self._begin(self.receives, self.incoming, (peer, channel, tag), array)
+    def sender(self, channel: int, shape: Shape, kind: np.dtype) -> Start:
+        return partial(self._begin, self.senders[channel], self.outgoing)
 
     def _begin(
-        self, messages: list[DeviceMessage], kind: type[DeviceMessage], name: Name, array: Array
-    ) -> DeviceMessage:
+        self, operation: Start, kind: MakesPiece, array: Array, peer: int, tag: int
+    ) -> MessageInPieces:
         check_sendable(array)
         register_progress(self)  # for the thread that uses it now
         ready = None
-        if not arrays.is_device(array):
-            kind = WholeMessage
-        elif messages is self.receives and id(array) in self.retired:
-            ready, _ = self.retired.pop(id(array))
-        else:
+        if arrays.is_device(array):
             ready = arrays.record()
-        message = kind(self, messages, name, array, ready)
-        messages.append(message)
-        _advance(messages)
-        return message
+        else:
+            kind = ArrayPiece
+        name = operation, peer, tag
+        return MessageInPieces(self, self.lines[name], ready, name).begin(
+            array, self.piece_bytes, kind
+        )
 
     def progress(self) -> bool:
-        if self.sends:
-            _advance(self.sends)
-        if self.receives:
-            _advance(self.receives)
+        for name, line in tuple(self.lines.items()):
+            line.advance()
+            if line.is_empty:
+                del self.lines[name]
         return True
-
-    def drop_buffers(self) -> None:
-        self.retired.clear()
 
     def abort(self) -> None:
         unregister_progress(self)
@@ -115,98 +91,13 @@ class DeviceTransport(Transport):
 
     def close(self) -> None:
         unregister_progress(self)
-        self.drop_buffers()
-        self.host.close()
-        self.channels = []
+        super().close()
 
 
-def _advance(messages: list[DeviceMessage]) -> None:
-    """Let messages advance; of those with one name, a later one waits for the earlier."""
-    waiting: set[Name] = set()
-    for message in messages:
-        if message.name not in waiting:
-            message.advance()
-            if not message.posted:
-                waiting.add(message.name)
-    messages[:] = [message for message in messages if not message.finished]
+class DevicePiece(ArrayPiece):
+    """A part of a device array, whose address MPI gets."""
 
-
-@dataclass(eq=False, repr=False)
-class DeviceMessage(ABC):
-    """A request for one array, which a transport advances and has in one of its lists, `messages`.
-
-    `ready` is what must be done before MPI may touch the array; None for a host array.
-    """
-
-    transport: DeviceTransport
-    messages: list[DeviceMessage]
-    name: Name
-    array: Array
-    ready: Event | None
-    # All of it is handed to MPI: a message of the same name may follow.
-    posted: bool = False
-    finished: bool = False
-
-    @abstractmethod
-    def advance(self) -> None:
-        """Take the next steps, if any can be taken; never waits."""
-
-    @abstractmethod
-    def _withdraw(self) -> None:
-        """Cancel the requests of MPI that belong to it."""
-
-    def Test(self) -> bool:
-        """Whether nothing is left to do; lets everything of the transport advance."""
-        if not self.finished:
-            self.transport.progress()
-        return self.finished
-
-    def Cancel(self) -> None:
-        """Withdraw what can be withdrawn; keep for ever what MPI or the device may still touch."""
-        keep_forever((self, self.transport))
-        if self in self.messages:
-            self.messages.remove(self)
-        self._withdraw()
-
-
-class WholeMessage(DeviceMessage):
-    """A message that MPI gets as a whole, once an event is done."""
-
-    request: Request | None = None
-
-    def advance(self) -> None:
-        if self.request is None:
-            if self.ready is not None and not arrays.is_done(self.ready):
-                return
-            self.request = self._start()
-            self.posted = True
-        self.finished = self.request.Test()
-
-    def _start(self) -> Request:
-        host = self.transport.host
-        peer, channel, tag = self.name
-        start = host.irecv
-        operations = host.receivers
-        if self.messages is self.transport.sends:
-            start = host.isend
-            operations = host.senders
-        if self.ready is None:
-            return own(start(self.array, peer, channel, tag))
-        pieces = device_pieces(self.array, self.transport.piece_bytes)
-        return start_all(operations[channel], pieces, peer, tag, self.array)
-
-    def _withdraw(self) -> None:
-        if self.request is not None:
-            self.request.Cancel()
-
-
-def device_pieces(array: DeviceArray, piece_bytes: int) -> list[list[object]]:
-    """Return a device array as [memory, type] for MPI, in pieces of `piece_bytes`."""
-    MPI = runtime.mpi()
-    address = arrays.address(array)
-    nbytes = array.nbytes
-    pieces = []
-    for start in range(0, max(1, nbytes), piece_bytes):
-        size = min(piece_bytes, nbytes - start)
-        pieces.append([MPI.buffer.fromaddress(address + start, size), MPI.BYTE])
-    return pieces
+    def __init__(self, whole: PieceRequest, part: DeviceArray) -> None:
+        super().__init__(whole, part)
+        MPI = runtime.mpi()
+        self.memory = [MPI.buffer.fromaddress(arrays.address(part), part.nbytes), MPI.BYTE]

@@ -1,4 +1,6 @@
-"""Whether MPI may be handed addresses in device memory: a wrong yes ends in a crash.
+"""Which transport carries the arrays of a rank: whether MPI may have addresses in device memory.
+
+A wrong yes ends in a crash.
 
 MPIPIPE_GPU_DIRECT says so, or else the MPI library itself, by MPIX_Query_cuda_support or its like.
 Without a yes of all ranks messages are staged through the host, which works everywhere.
@@ -7,13 +9,18 @@ Without a yes of all ranks messages are staged through the host, which works eve
 from __future__ import annotations
 
 import ctypes
+import logging
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from mpipipe import arrays
+from mpipipe.comm.transport.device import DeviceTransport
+from mpipipe.comm.transport.host import Transport
+from mpipipe.comm.transport.staged import StagedTransport
 from mpipipe.job import GPU_DIRECT, Communicator, RankGroup, group_of, runtime
 
+logger = logging.getLogger("mpipipe")
 # maker -> functions that answer 1 or 0 (Open MPI's, MPICH's), and the number of its GPUs in MPICH's
 # mpi.h
 QUESTIONS = {
@@ -28,14 +35,39 @@ class GpuAwareness(NamedTuple):
     direct: bool
     reason: str
 
+    def __str__(self) -> str:
+        if self.direct:
+            return f"direct: {self.reason}"
+        return f"staged through the host: {self.reason}"
+
+
+def make_transport(
+    comm: Communicator,
+    channels: int = 1,
+    synchronous: bool = False,
+    device: str = "cpu",
+    group: RankGroup | None = None,
+) -> Transport:
+    """Return the transport for arrays on "cpu" or "cuda", the same on all ranks; collective.
+
+    The ranks agree in `group`, by default in that of `comm`.
+    """
+    if device == "cpu":
+        return Transport(comm, channels, synchronous)
+    verdict = detect(comm, group)
+    if comm.rank == 0:
+        logger.info("device arrays travel %s", verdict)
+    if verdict.direct:
+        return DeviceTransport(comm, channels, synchronous)
+    return StagedTransport(comm, channels, synchronous)
+
 
 def detect(comm: Communicator, group: RankGroup | None = None) -> GpuAwareness:
     """The verdict for all ranks of `comm`, direct only where each rank says so; collective.
 
     The ranks agree in `group`, by default in that of `comm`.
     """
-    if group is None:
-        group = group_of(comm)
+    group = group or group_of(comm)
     what = "asking whether MPI takes device memory"
     verdict = GpuAwareness(False, "the ranks are threads of one process")
     with group.raise_together(what):

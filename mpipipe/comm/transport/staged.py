@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from functools import cached_property, partial
 
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import DeviceArray, Event
-from mpipipe.comm.transport.device import DeviceMessage, DeviceTransport
+from mpipipe.arrays import Array, Event
+from mpipipe.comm.pieces import ArrayPiece, PieceRequest
+from mpipipe.comm.transport.device import DeviceTransport
 from mpipipe.comm.transport.host import CHUNK_BYTES
-from mpipipe.job import Communicator, Request, own
+from mpipipe.job import Communicator
 
 RING = 8  # chunks in pinned memory and in use, each way, beyond the first one of each message
-DEPTH = 3  # chunks of one message at once: one is copied, one is on the wire, one is about to be
 
 
 class StagedTransport(DeviceTransport):
@@ -39,131 +39,71 @@ class StagedTransport(DeviceTransport):
     """
 
     piece_bytes = CHUNK_BYTES
+    depth = 3  # one is copied, one is on the wire, one is about to be
 
     def __init__(self, comm: Communicator, channels: int = 1, synchronous: bool = False) -> None:
         super().__init__(comm, channels, synchronous)
-        self.outgoing = _Outgoing
-        self.incoming = _Incoming
-        self.outward = arrays.side_stream()
-        self.inward = arrays.side_stream()
         self.out_pool = PinnedPool(RING * self.piece_bytes)
         self.in_pool = PinnedPool(RING * self.piece_bytes)
-        # chunks on their way out to the host, and in to the device
-        self.copied: deque[tuple[Event, _Outgoing, np.ndarray, int]] = deque()  # bytes last
-        self.returned: deque[tuple[Event, _Incoming, np.ndarray]] = deque()
-
-    def progress(self) -> bool:
-        while self.copied and arrays.is_done(self.copied[0][0]):
-            _, sending, buffer, nbytes = self.copied.popleft()
-            sending.send(buffer, nbytes)
-        while self.returned and arrays.is_done(self.returned[0][0]):
-            _, receiving, buffer = self.returned.popleft()
-            receiving.in_use -= 1
-            self.in_pool.give(buffer)
-        return super().progress()
-
-    def drop_buffers(self) -> None:
-        super().drop_buffers()
-        self.out_pool.drop_buffers()
-        self.in_pool.drop_buffers()
+        self.outgoing = partial(Chunk, self.out_pool, slice(None), False)
+        self.incoming = partial(Chunk, self.in_pool, None, True)
 
     def close(self) -> None:
-        for event, *_ in self.returned:
-            event.synchronize()
+        self.in_pool.finish()
         super().close()
 
 
-@dataclass(eq=False, repr=False)
-class _Staged(DeviceMessage):
-    """A message in chunks."""
+class Chunk(ArrayPiece):
+    """A piece that goes through pinned memory.
 
-    transport: StagedTransport
+    `gives` are the bytes of it that are copied there, if any; if it `comes`, all are copied back.
+    """
 
-    def __post_init__(self) -> None:
-        self.bytes = self.array.reshape(-1).view(np.uint8)  # the array as bytes
-        self.next = 0  # byte at which the next chunk begins
-        self.in_use = 0  # buffers in use
-        # chunks that have had no buffer yet
-        self.untaken = -(-max(1, self.array.nbytes) // self.transport.piece_bytes)
-        self.unsent = self.untaken  # chunks on the way out that MPI has not had yet
-        self.arrived: Event | None = None  # after the last copy in
-        # (MPI request, buffer, chunk) of each chunk that MPI has, oldest first; chunk is None on
-        # the way out
-        self.wire: deque[tuple[Request, np.ndarray, DeviceArray]] = deque()
+    def __init__(
+        self,
+        pool: PinnedPool,
+        gives: slice | None,
+        comes: bool,
+        whole: PieceRequest,
+        part: Array,
+        start: int = 0,
+    ) -> None:
+        super().__init__(whole, part, start)
+        self.pool = pool
+        self.gives = gives
+        self.comes = comes
+        self.copied: Event | None = None
+        self.taken: np.ndarray | None = None
 
-    def _chunks(self, pool: PinnedPool) -> Iterator[tuple[np.ndarray, DeviceArray]]:
-        """(buffer, chunk of the array) of each next chunk for which there is a buffer."""
-        size = self.transport.piece_bytes
-        while self.untaken and self.in_use < DEPTH:
-            buffer = pool.take(min(size, self.array.nbytes), first=self.in_use == 0)
-            if buffer is None:
-                return
-            chunk = self.bytes[self.next : self.next + size]
-            self.in_use += 1
-            self.untaken -= 1
-            self.next += size
-            yield buffer, chunk
-
-    def _withdraw(self) -> None:
-        for request, *_ in self.wire:
-            request.Cancel()
-
-
-class _Outgoing(_Staged):
-    """A message that is sent in chunks."""
-
-    def advance(self) -> None:
-        transport = self.transport
-        while self.wire and self.wire[0][0].Test():
-            transport.out_pool.give(self.wire.popleft()[1])
-            self.in_use -= 1
-        begins = self.next == 0
-        for buffer, chunk in self._chunks(transport.out_pool):
-            with transport.outward:
-                if begins:
-                    begins = False
-                    arrays.wait_for(self.ready)
-                if chunk.nbytes:
-                    arrays.copy_to_host(buffer[: chunk.nbytes], chunk)
-                transport.copied.append((arrays.record(), self, buffer, chunk.nbytes))
-        self.finished = self.posted and self.in_use == 0
-
-    def send(self, buffer: np.ndarray, nbytes: int) -> None:
-        """Hand MPI a chunk that has arrived on the host, in the order of their copies."""
-        peer, channel, tag = self.name
-        request = own(self.transport.host.senders[channel](buffer[:nbytes], peer, tag))
-        self.wire.append((request, buffer, None))
-        self.unsent -= 1
-        self.posted = self.unsent == 0
-
-
-class _Incoming(_Staged):
-    """A message that is received in chunks."""
-
-    def advance(self) -> None:
-        transport = self.transport
-        peer, channel, tag = self.name
-        for buffer, chunk in self._chunks(transport.in_pool):
-            receive = transport.host.receivers[channel]
-            self.wire.append((own(receive(buffer[: chunk.nbytes], peer, tag)), buffer, chunk))
-            self.posted = self.untaken == 0
-        while self.wire and self.wire[0][0].Test():
-            _, buffer, chunk = self.wire.popleft()
-            with transport.inward:
-                if self.arrived is None:
-                    arrays.wait_for(self.ready)
-                if chunk.nbytes:
-                    arrays.copy_to_device(chunk, buffer[: chunk.nbytes])
-                self.arrived = arrays.record()
-            transport.returned.append((self.arrived, self, buffer))
-        self.finished = self.posted and not self.wire
-
-    def Test(self) -> bool:
-        """As for any message; once it is true, later work on the current stream finds the data."""
-        if not super().Test():
-            return False
-        arrays.wait_for(self.arrived)
+    def prepare(self, is_first: bool) -> bool:
+        if self.taken is None:
+            self.taken = self.pool.take(self.part.nbytes, is_first)
+            if self.taken is None:
+                return False
+            self.memory = self.taken[: self.part.nbytes]
+            if self.gives is not None:
+                with self.pool.outward:
+                    arrays.wait_for(self.whole.ready)
+                    if self.part[self.gives].nbytes:
+                        arrays.copy_to_host(self.memory[self.gives], self.part[self.gives])
+                    self.copied = arrays.record()
         return True
+
+    def post(self) -> bool:
+        return (self.copied is None or arrays.is_done(self.copied)) and super().post()
+
+    def finish(self) -> None:
+        super().finish()
+        assert self.taken is not None
+        arrived = None
+        if self.comes:
+            with self.pool.inward:
+                arrays.wait_for(self.whole.ready)
+                if self.part.nbytes:
+                    arrays.copy_to_device(self.part, self.memory)
+                arrived = arrays.record()
+            self.whole.arrived = arrived
+        self.pool.give(self.taken, arrived)
 
 
 # -- Pinned host memory that messages pass through, one chunk at a time ----------------------------
@@ -173,7 +113,7 @@ SMALLEST = 4096  # bytes: what a header needs
 
 
 class PinnedPool:
-    """Buffers of pinned memory; the size of each is a power of two.
+    """Buffers of pinned memory, and streams for the copies; sizes are powers of two.
 
     A message's first buffer is granted even above `limit` bytes, so no message ever waits for a
     buffer that another one holds (StagedTransport says why). So never more is in use than `limit`
@@ -186,9 +126,20 @@ class PinnedPool:
         self.used = 0
         # size -> buffers that no message uses
         self.free: dict[int, list[np.ndarray]] = defaultdict(list)
+        # Buffers whose content is on its way to the device.
+        self.returning: deque[tuple[Event, np.ndarray]] = deque()
+
+    @cached_property
+    def outward(self) -> AbstractContextManager:
+        return arrays.side_stream()
+
+    @cached_property
+    def inward(self) -> AbstractContextManager:
+        return arrays.side_stream()
 
     def take(self, nbytes: int, first: bool) -> np.ndarray | None:
         """Return `nbytes` or more; None at the limit, except for a message's `first` buffer."""
+        self.collect()
         size = max(SMALLEST, 1 << (nbytes - 1).bit_length())
         if not first and self.used + size > self.limit:
             return None
@@ -198,10 +149,21 @@ class PinnedPool:
             return free.pop()
         return arrays.pinned(size)
 
-    def give(self, buffer: np.ndarray) -> None:
-        """Take a buffer back that neither MPI nor the device touches any more."""
+    def give(self, buffer: np.ndarray, after: Event | None = None) -> None:
+        """Take a buffer back that MPI does not touch any more, nor the device `after` an event."""
+        if after is not None:
+            self.returning.append((after, buffer))
+            return
         self.used -= buffer.size
         self.free[buffer.size].append(buffer)
 
-    def drop_buffers(self) -> None:
-        self.free.clear()
+    def collect(self) -> None:
+        """Take back the buffers whose content is on the device."""
+        while self.returning and arrays.is_done(self.returning[0][0]):
+            self.give(self.returning.popleft()[1])
+
+    def finish(self) -> None:
+        """Let the host wait for the copies to the device, before the buffers are freed."""
+        for event, _ in self.returning:
+            event.synchronize()
+        self.returning.clear()
