@@ -151,7 +151,7 @@ class KVMessage:
         """A buffer of bytes."""
         return arrays.empty(nbytes, BYTES, self.shapes.device)
 
-    def pack(self, k: Array, v: Array, rank: int) -> Array:
+    def pack(self, rank: int, k: Array, v: Array) -> Array:
         """A new buffer with the keys and values of a rank."""
         message = self.empty(self.nbytes(rank))
         for place, x in zip(self.unpack(message, rank), (k, v)):
@@ -184,6 +184,11 @@ class RingPlan(NamedTuple):
     layout: Layout  # layout of the queries
     keys: Layout
     rank: int
+
+    @property
+    def last_owner(self) -> int:
+        """The rank whose keys and values come in the last step of a forward."""
+        return (self.rank - self.steps + 1) % self.layout.ranks
 
 
 class RingSaved(NamedTuple):

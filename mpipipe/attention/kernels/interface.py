@@ -155,11 +155,6 @@ def attend_once(kernel: AttentionKernel, block: KVBlock, overwrite: bool) -> Out
     return result._replace(out=arrays.cast(result.out, dtype))
 
 
-def block_gradients(
-    kernel: AttentionKernel, block: KVBlock, dout: Array, result: OutLse, dq: Array
-) -> tuple[Array, Array]:
-    """Add the part of one block to `dq`; return its (dk, dv), in the dtype of `lse`."""
-    dk = arrays.zeros(block.k.shape, result.lse.dtype, arrays.device_of(block.k))
-    dv = arrays.zeros(block.v.shape, result.lse.dtype, arrays.device_of(block.v))
-    kernel.backward(block, dout, result, Gradients(dq, dk, dv))
-    return dk, dv
+def new_sums(x: Array) -> Array:
+    """Zeros in the shape of an array and the dtype of sums."""
+    return arrays.zeros(x.shape, arrays.accumulator(x.dtype), arrays.device_of(x))
