@@ -13,10 +13,10 @@ float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from mpipipe.arrays import (
     element_strides,
     strided_copy_views,
 )
-from mpipipe.attention.kernels.interface import Gradients, KVBlock, OutLse
+from mpipipe.attention.kernels.interface import Gradients, KVBlock, OutLse, RowTile, row_tiles
 from mpipipe.attention.mask import Slice
 
 
@@ -57,7 +57,7 @@ def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
     state = tuple(arrays.empty((problem.count, row_count), dtype, "cuda") for _ in range(2))
     for part in slices:
         for tile in row_tiles(part, row_count // problem.group, key_count):
-            rows = problem.rows(part, tile)
+            rows = problem.rows(tile)
             count = rows.stop - rows.start
             tile_sums = _front(sums, count)
             for piece in tile.pieces:
@@ -126,7 +126,7 @@ def _backward_tiles(
     all_products, all_slopes = _tile_pair(problem.count, row_count, key_count, q.dtype)
     for part in block.slices:
         for tile in row_tiles(part, row_count // problem.group, key_count):
-            rows = problem.rows(part, tile)
+            rows = problem.rows(tile)
             for piece in tile.pieces:
                 at = slice(part.k_start + piece.start, part.k_start + piece.stop)
                 size = rows.stop - rows.start, piece.stop - piece.start
@@ -260,31 +260,6 @@ ROWS = 128  # rows of a tile at least, if there are more columns than rows
 EDGE = 64  # edges of large tiles are multiples: cuBLAS's fast kernels want rows of 16 bytes
 
 
-class RowTile(NamedTuple):
-    """Queries start ... stop - 1 of a slice, and the pieces of keys that they see."""
-
-    start: int
-    stop: int
-    pieces: list[slice]
-
-
-def row_tiles(part: Slice, queries: int, keys: int) -> Iterator[RowTile]:
-    """Tiles of `queries` rows of a slice, in pieces of `keys` columns."""
-    seq = part.q_stop - part.q_start
-    all_keys = part.k_stop - part.k_start
-    for start in range(0, seq, queries):
-        stop = min(start + queries, seq)
-        first = 0
-        if part.low is not None:
-            first = max(0, start + part.low)
-        end = all_keys
-        if part.high is not None:
-            end = min(all_keys, stop + part.high)
-        pieces = [slice(at, min(at + keys, end)) for at in range(first, end, keys)]
-        # Rows that see nothing have a result too.
-        yield RowTile(start, stop, pieces or [slice(0, min(keys, all_keys))])
-
-
 class HeadProblems:
     """How arrays (batch, seq, heads, dim) become problems, one for each entry and key head."""
 
@@ -294,11 +269,11 @@ class HeadProblems:
         self.group = heads // self.kv_heads  # query heads to a key head
         self.count = self.batch * self.kv_heads  # number of problems
 
-    def rows(self, part: Slice, tile: RowTile) -> slice:
-        """Rows of the queries of a tile of a slice."""
-        return slice(
-            (part.q_start + tile.start) * self.group, (part.q_start + tile.stop) * self.group
-        )
+    def rows(self, tile: RowTile) -> slice:
+        """Rows of all queries that are those of a tile."""
+        start = tile.part.q_start * self.group
+        rows = tile.rows(self.group)
+        return slice(start + rows.start, start + rows.stop)
 
     def copied(self, x: Array) -> Array:
         """Return an array as problems: (problems, seq * group, dim) of queries, seq of keys."""

@@ -158,3 +158,38 @@ def attend_once(kernel: AttentionKernel, block: KVBlock, overwrite: bool) -> Out
 def new_sums(x: Array) -> Array:
     """Zeros in the shape of an array and the dtype of sums."""
     return arrays.zeros(x.shape, arrays.accumulator(x.dtype), arrays.device_of(x))
+
+
+# -- Slices are computed tile by tile --------------------------------------------------------------
+
+
+class RowTile(NamedTuple):
+    """Queries start ... stop - 1 of a slice, and the pieces of its keys that they see."""
+
+    part: Slice
+    start: int
+    stop: int
+    pieces: list[slice]
+
+    def rows(self, group: int) -> slice:
+        """The rows of these queries, `group` for each."""
+        return slice(self.start * group, self.stop * group)
+
+
+def row_tiles(part: Slice, queries: int, keys: int) -> list[RowTile]:
+    """Tiles of `queries` rows of a slice, in pieces of `keys` columns."""
+    seq = part.q_stop - part.q_start
+    all_keys = part.k_stop - part.k_start
+    tiles = []
+    for start in range(0, seq, queries):
+        stop = min(start + queries, seq)
+        first = 0
+        if part.low is not None:
+            first = max(0, start + part.low)
+        end = all_keys
+        if part.high is not None:
+            end = min(all_keys, stop + part.high)
+        pieces = [slice(at, min(at + keys, end)) for at in range(first, end, keys)]
+        # Rows that see nothing have a result too.
+        tiles.append(RowTile(part, start, stop, pieces or [slice(0, min(keys, all_keys))]))
+    return tiles
