@@ -228,9 +228,9 @@ def make_plan(
             "documents of one position",
         )
     whole = document_offsets(options.segments, seq_len)
-    if options.rows is None:
-        documents = [whole]
-    else:
+    # An empty batch sees nothing.
+    documents = [whole][: shapes.batch]
+    if options.rows is not None:
         documents = [list(offsets) for offsets in options.rows]
     has_documents = whole is not None or options.rows is not None
     if has_documents and others is not queries and options.part is None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray, Shape, element_strides
 from mpipipe.attention.mask import Slice
@@ -139,8 +141,10 @@ def _planned(cudnn: ModuleType, _device: int, request: GraphRequest) -> GraphPla
 _mine = _OfThread()
 
 
-def run(ready: GraphPlan, given: dict[str, DeviceArray]) -> None:
-    """Put a plan on the current stream; `given` are the device arrays by name."""
+def run(ready: GraphPlan | None, given: dict[str, DeviceArray]) -> bool:
+    """Put a plan on the current stream, False without one; `given` are device arrays by name."""
+    if ready is None:
+        return False
     arrays.keep_for_graph(ready)
     workspace = None
     if ready.workspace:
@@ -153,6 +157,7 @@ def run(ready: GraphPlan, given: dict[str, DeviceArray]) -> None:
     ready.graph.execute(
         pointers, arrays.address(workspace) if ready.workspace else 0, handle=handle()
     )
+    return True
 
 
 # -- cuDNN by NVIDIA's Python package `cudnn`: whether it is installed, and its handles ------------
@@ -391,11 +396,9 @@ def _tried(_library: ModuleType, _device: int) -> CudnnVerdict:
 
 def request(direction: str) -> GraphRequest:
     """A small causal request, "forward" or "backward"."""
-    dims = 1, HEADS, ROWS, DIM
-    strides = HEADS * ROWS * DIM, DIM, HEADS * DIM, 1
-    rows = (1, HEADS, ROWS, 1), (HEADS * ROWS, ROWS, 1, 1)
+    rows = np.empty((1, ROWS, HEADS, DIM))
     shapes = []
     for name in ALONG[direction]:
-        shape, apart = rows if name == "lse" else (dims, strides)
-        shapes.append((name, shape, apart))
+        x = rows[..., 0].swapaxes(1, 2) if name == "lse" else rows
+        shapes.append((name, *_described(name, x)))
     return GraphRequest(direction, "bfloat16", tuple(shapes), DIM**-0.5, None, 0)

@@ -14,7 +14,6 @@ float32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +37,7 @@ from mpipipe.attention.mask import Slice
 
 def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
     """As `AttentionKernel.forward`; with `overwrite`, `out` may also be of the dtype of `lse`."""
-    slices = []
-    for part in block.slices:
-        if result.out.size:
-            slices.append(part)
-    if not slices:
+    if not block.slices:
         return
     q = block.q
     k = block.k
@@ -50,12 +45,12 @@ def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
     problem = HeadProblems(q, k)
     queries, keys, values = map(problem.copied, (q, k, v))
     dtype = arrays.accumulator(q.dtype)
-    row_count, key_count = problem.tile(slices, dtype.itemsize)
+    row_count, key_count = problem.tile(block.slices, dtype.itemsize)
     scores, weights = _tile_pair(problem.count, row_count, key_count, q.dtype)
     sums = arrays.empty((problem.count, row_count, v.shape[3]), dtype, "cuda")
     # The maximum and the sum of each row.
     state = tuple(arrays.empty((problem.count, row_count), dtype, "cuda") for _ in range(2))
-    for part in slices:
+    for part in block.slices:
         for tile in row_tiles(part, row_count // problem.group, key_count):
             rows = problem.rows(tile)
             count = rows.stop - rows.start
@@ -93,15 +88,11 @@ def backward(
     sums = Gradients(*(problem.like(x, dtype) for x in inputs))
     for each in sums:
         arrays.set_zero(each)
-    slices = []
-    for part in block.slices:
-        if result.out.size:
-            slices.append(part)
-    if slices:
+    if block.slices:
         delta = arrays.empty(result.lse.shape, dtype, "cuda")
         _dot((dout, result.out), (delta,))
         factors = tuple(map(problem.copied, (dout, *inputs)))
-        _backward_tiles(problem, factors, (result.lse, delta), replace(block, slices=slices), sums)
+        _backward_tiles(problem, factors, (result.lse, delta), block, sums)
     for each, target in zip(sums, gradients):
         shape, source_steps, target_steps = problem.steps(each, target)
         strided_copy_views(each, source_steps, target, target_steps, shape, add=not overwrite)

@@ -219,7 +219,8 @@ def _backward_heads(
 ) -> None:
     """Compute the gradients of some problems of one slice, shaped as in `_forward_heads`."""
     (queries, slopes, keys, values), (dq, dk, dv) = factors, gradients
-    count, rows, group, dim = *queries.shape[:2], *dq.shape[3:]
+    count, rows, _ = queries.shape
+    group, dim = dq.shape[3:]
     dqueries = np.empty((count, rows, dim), dq.dtype)
     sums = []
     for x, of_rows in ((dk, keys), (dv, values)):

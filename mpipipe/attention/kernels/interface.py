@@ -110,12 +110,12 @@ def check_arrays(q: Array, k: Array, v: Array) -> None:
         and k.shape[:3] == v.shape[:3]
     )
     if fits:
-        (batch, _, heads, dim), kv_heads = q.shape, k.shape[2]
+        heads, dim = q.shape[2:]
+        kv_heads, value_dim = v.shape[2:]
         fits = (
-            k.shape[0] == batch
-            and k.shape[3] == dim > 0
-            and kv_heads > 0
-            and heads > 0
+            len(k) == len(q)
+            and k.shape[3] == dim
+            and min(heads, dim, kv_heads, value_dim) > 0
             and heads % kv_heads == 0
         )
     if not fits:
