@@ -65,17 +65,14 @@ class RingPass:
     def forward(self, q: Array, k: Array, v: Array, call: int) -> tuple[Array, RingSaved]:
         """Return the output, and what the backward needs."""
         shape = (*q.shape[:3], v.shape[3])
-        scale = self.attend.options.scale
-        if scale is None:
-            scale = q.shape[3] ** -0.5
         q, k, v = (with_batch(x, self.plan.message.shapes.batch) for x in (q, k, v))
         message = None
         if self.exchange is None:
-            out, lse = attend_once(self.kernel, self.block(scale, q, k, v), self.plan.overwrite)
+            out, lse = attend_once(self.kernel, self.block(q, k, v), self.plan.overwrite)
         else:
-            (out, lse), message = self._around(self.exchange, scale, q, k, v)
+            (out, lse), message = self._around(self.exchange, q, k, v)
         return out.reshape(shape), RingSaved(
-            self.plan, call, scale, q, k, v, out=out, lse=lse, message=message
+            self.plan, call, q, k, v, out=out, lse=lse, message=message
         )
 
     def backward(
@@ -110,21 +107,19 @@ class RingPass:
         self, dout: Array, saved: RingSaved, sums: Gradients, step: int = 0, overwrite: bool = False
     ) -> None:
         """Add what the keys and values of a step give."""
-        block = self.block(saved.scale, saved.q, saved.k, saved.v, step)
+        block = self.block(saved.q, saved.k, saved.v, step)
         result = OutLse(saved.out, saved.lse)
         self.kernel.backward(block, like(dout, saved.out), result, sums, overwrite)
 
-    def block(self, scale: float, q: Array, k: Array, v: Array, step: int = 0) -> KVBlock:
+    def block(self, q: Array, k: Array, v: Array, step: int = 0) -> KVBlock:
         """Return the work of a step."""
-        return KVBlock(q, k, v, scale, self.plan.slices[step], self._poll)
+        return KVBlock(q, k, v, self.plan.scale, self.plan.slices[step], self._poll)
 
-    def _around(
-        self, exchange: RingExchange, scale: float, q: Array, k: Array, v: Array
-    ) -> tuple[OutLse, Array]:
+    def _around(self, exchange: RingExchange, q: Array, k: Array, v: Array) -> tuple[OutLse, Array]:
         """Return the result, and the message with the keys and values of the last step."""
         plan = self.plan
-        packing = self.plan.message
-        result = new_result(q, v, packing.sum_dtype, plan.overwrite)
+        packing = plan.message
+        result = new_result(q, v, plan.gradients.dtype, plan.overwrite)
         message = packing.pack(plan.rank, k, v)
         for step, dest, source, owner in ring_hops(plan.rank, plan.layout.ranks, plan.steps):
             if dest is not None:
@@ -132,7 +127,7 @@ class RingPass:
                 self._start(message, dest, incoming, source)
             keys, values = (k, v) if step == 0 else packing.unpack(message, owner)
             overwrite = step == 0 and plan.overwrite
-            self.kernel.forward(self.block(scale, q, keys, values, step), result, overwrite)
+            self.kernel.forward(self.block(q, keys, values, step), result, overwrite)
             exchange.finish()
             if dest is not None:
                 message = incoming
@@ -148,14 +143,15 @@ class RingPass:
         assert message is not None
         dq = new_sums(saved.q)
         plan = self.plan
-        packing = self.plan.message
+        packing = plan.message
+        gradients = plan.gradients
         behind = 0  # bytes of gradients at the front of the message
         for step, dest, source, owner in ring_hops(
             plan.rank, plan.layout.ranks, plan.steps, backward=True
         ):
             # The next block is not our own, so its keys and values must come.
             ahead = step < plan.steps - 2
-            split = packing.nbytes(owner, packing.sum_dtype)
+            split = gradients.nbytes(owner)
             # The message of the next step.
             size = split
             if ahead:
@@ -173,11 +169,11 @@ class RingPass:
             parts = new_sums(k), new_sums(v)
             self._add(dout, saved._replace(k=k, v=v), Gradients(dq, *parts), plan.steps - 1 - step)
             exchange.finish()
-            for sums, part in zip(packing.unpack(incoming, owner, packing.sum_dtype), parts):
+            for sums, part in zip(gradients.unpack(incoming, owner), parts):
                 arrays.strided_copy(part, sums, add=step > 0)
             message = incoming
             behind = split
-        return Gradients(dq, *packing.unpack(message, plan.rank, packing.sum_dtype))
+        return Gradients(dq, *gradients.unpack(message, plan.rank))
 
     def _start(self, outgoing: Array, dest: int, incoming: Array, source: int) -> None:
         assert self.exchange is not None

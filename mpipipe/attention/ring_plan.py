@@ -80,13 +80,12 @@ class RingOptions:
                     f"unknown {name}", found=repr(value), expected=" or ".join(known)
                 )
         if segments is not None:
-            if np.ndim(segments) == 1:
-                segments = tuple(np.asarray(segments).tolist())
-            is_right = isinstance(segments, tuple)
-            if not is_right or not all(isinstance(number, int) for number in segments):
+            numbers = np.asarray(segments)
+            if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
                 raise ArgumentError(
                     "segments", found=repr(segments)[:80], expected="one axis of integers"
                 )
+            segments = tuple(numbers.tolist())
         return RingOptions(
             bool(self.causal),
             layout,
@@ -131,7 +130,7 @@ def shapes_of(q: Array, k: Array, v: Array) -> RingShapes:
 
 @dataclass(frozen=True)
 class KVMessage:
-    """How the keys and values of a rank, and their gradients, are packed.
+    """How the keys and values of a rank, or their gradients, are packed.
 
     A message is an array of bytes: the gradients of a block of keys and of values, then the keys
     and values of a block, one array after the other, all C-contiguous. Either half may be missing.
@@ -140,12 +139,11 @@ class KVMessage:
     shapes: RingShapes
     lengths: tuple[int, ...]  # number of keys of each rank; methods count ranks modulo the ring
     dtype: np.dtype
-    sum_dtype: np.dtype  # gradients travel as sums
 
-    def nbytes(self, rank: int, dtype: np.dtype | None = None) -> int:
-        """Bytes of the keys and values of a rank or, in the dtype of sums, of their gradients."""
+    def nbytes(self, rank: int) -> int:
+        """Bytes of the keys and values of a rank."""
         width = self.shapes.head_dim + self.shapes.value_dim
-        return prod(self._shape(rank)) * width * (self.dtype if dtype is None else dtype).itemsize
+        return prod(self._shape(rank)) * width * self.dtype.itemsize
 
     def empty(self, nbytes: int) -> Array:
         """A buffer of bytes."""
@@ -158,11 +156,9 @@ class KVMessage:
             arrays.strided_copy(x, place)
         return message
 
-    def unpack(
-        self, message: Array, rank: int, dtype: np.dtype | None = None
-    ) -> tuple[Array, Array]:
-        """Return the keys and values of a rank as views of a buffer, or their gradients."""
-        flat = message[: self.nbytes(rank, dtype)].view(self.dtype if dtype is None else dtype)
+    def unpack(self, message: Array, rank: int) -> tuple[Array, Array]:
+        """Return the keys and values of a rank as views of a buffer."""
+        flat = message[: self.nbytes(rank)].view(self.dtype)
         shape = self._shape(rank)
         middle = prod(shape) * self.shapes.head_dim
         keys = flat[:middle].reshape(*shape, self.shapes.head_dim)
@@ -180,7 +176,9 @@ class RingPlan(NamedTuple):
     # For each step t, what this rank's queries need of the keys of rank r - t.
     slices: tuple[list[Slice], ...]
     overwrite: bool  # whether each row of queries lies in exactly one slice of the first step
-    message: KVMessage  # how keys, values and their gradients travel
+    message: KVMessage  # how keys and values travel
+    gradients: KVMessage  # how their gradients travel: as sums
+    scale: float
     layout: Layout  # layout of the queries
     keys: Layout
     rank: int
@@ -196,7 +194,6 @@ class RingSaved(NamedTuple):
 
     plan: RingPlan
     call: int  # number of the forward
-    scale: float
     q: Array
     k: Array
     v: Array
@@ -260,9 +257,13 @@ def make_plan(
     if options.rows is not None:  # the rows of the batch are one sequence
         shapes = shapes._replace(batch=1)
     lengths = tuple(len(views) * count for count in keys)
-    message = KVMessage(shapes, lengths, dtype, arrays.accumulator(dtype))
+    message = KVMessage(shapes, lengths, dtype)
+    gradients = replace(message, dtype=arrays.accumulator(dtype))
     overwrite = each_row_once(slices[0], len(views) * rows[rank])
-    return RingPlan(steps, slices, overwrite, message, queries, others, rank)
+    scale = options.scale
+    if scale is None:
+        scale = shapes.head_dim**-0.5
+    return RingPlan(steps, slices, overwrite, message, gradients, scale, queries, others, rank)
 
 
 def _layout(
@@ -385,14 +386,10 @@ class RingAgreement:
 
     def agree_on_options(self, given: Callable[[], RingOptions]) -> RingOptions:
         """Check the options of a ring, and that all ranks have the same; collective."""
-        error: Exception | None = None
-        facts: tuple = ()
-        try:
+        call = "construction of a Ring"
+        with self.group.raise_together(call):
             options = given().checked(self.size)
-            facts = tuple(vars(options).items())
-        except Exception as caught:
-            error = caught
-        self.group.agree("construction of a Ring", facts, error=error, remedy=REMEDY)
+        self.group.agree(call, tuple(vars(options).items()), remedy=REMEDY)
         return options
 
     def agree_on_forward(self, given: Callable[[], Given], more: str = "") -> Agreed:
@@ -411,11 +408,7 @@ class RingAgreement:
             lengths = (q.shape[1], k.shape[1])
         except Exception as caught:
             error = caught
-        ballot = Ballot(
-            "forward", facts, error, None, REMEDY, number=self.calls, where=" of a ring"
-        )
-        rows, keys = ballot.cast(self.group, lengths).T.tolist()
-        ballot.decide()
+        rows, keys = self._vote("forward", self.calls, error, facts, lengths).T.tolist()
         try:
             plan = make_plan(options, shapes, self.rank, tuple(rows), tuple(keys))
         except ArgumentError as found:  # every rank finds the same in the same table
@@ -427,10 +420,20 @@ class RingAgreement:
     ) -> None:
         """Check that all ranks begin the backward of the same forward; collective."""
         self.settle()
-        error = error or misfit(dout, out)
-        ballot = Ballot("backward", (), error, None, REMEDY, number=call, where=" of a ring")
-        ballot.cast(self.group)
+        self._vote("backward", call, error or misfit(dout, out))
+
+    def _vote(
+        self,
+        call: str,
+        number: int,
+        error: Exception | None,
+        facts: tuple = (),
+        values: Sequence[int] = (),
+    ) -> np.ndarray:
+        ballot = Ballot(call, facts, error, None, REMEDY, number=number, where=" of a ring")
+        table = ballot.cast(self.group, values)
         ballot.decide()
+        return table
 
     def close(self) -> None:
         """Close nothing: the group is closed by itself."""

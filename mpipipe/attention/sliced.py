@@ -295,7 +295,7 @@ class Sliced(Attend):
         self._agreement.agree_on_backward(own.call, dout, described(own.out), error=error)
         kept = sequence.kept[self._rank]
         if not sequence.sums:
-            dtype = plan.message.sum_dtype
+            dtype = plan.gradients.dtype
             sequence.sums = [_rows_like(x, x.shape[1], dtype, arrays.zeros) for x in kept]
         keys, values = (with_batch(x, len(q)) for x in self._seen(kept, part, self._rank))
         message = None

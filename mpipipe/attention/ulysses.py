@@ -32,8 +32,7 @@ class UlyssesSaved(NamedTuple):
     """What the forward of `Ulysses` keeps for its backward."""
 
     local: RingSaved  # heads of this rank
-    of_q: list[PartMove]
-    of_kv: list[PartMove]
+    moves: tuple[list[PartMove], list[PartMove], list[PartMove]]  # of q, k and v
     shapes: tuple[Shape, Shape, Shape]  # shapes of q, k and v
     whole: Shape  # output of this rank's heads
     call: int
@@ -92,18 +91,20 @@ class Ulysses(Ring):
             raise_on_all(0, problem, self.group)
         with self.group.failing("the forward of Ulysses"):
             self._check_expected(plan, segments)
-            layouts = [plan.layout, plan.keys]  # keys may be another sequence
-            counts = [heads // size, kv_heads // size]
-            of_q, of_kv = (self._moves(*each) for each in zip(layouts, counts))
-            queries, keys = ((layout.seq_len, count) for layout, count in zip(layouts, counts))
-            like = (q, of_q, queries), (k, of_kv, keys), (v, of_kv, keys)
-            wholes = [_empty((x.shape[0], *span, x.shape[3]), x) for x, _, span in like]
-            self._transfer(*((x, whole, moves) for (x, moves, _), whole in zip(like, wholes)))
+            # Keys may be another sequence.
+            of_q = self._moves(plan.layout, heads // size)
+            of_kv = self._moves(plan.keys, kv_heads // size)
+            moves = (of_q, of_kv, of_kv)
+            wholes = []
+            for x, layout in ((q, plan.layout), (k, plan.keys), (v, plan.keys)):
+                shape = (len(x), layout.seq_len, x.shape[2] // size, x.shape[3])
+                wholes.append(_empty(shape, x))
+            self._transfer(*zip((q, k, v), wholes, moves))
             out, kept = self._attend().forward(wholes[0], wholes[1], wholes[2], segments)
             mine = _empty((*q.shape[:3], v.shape[3]), q)
             self._transfer((out, mine, of_q), transposed=True)
             return mine, UlyssesSaved(
-                kept, of_q, of_kv, (q.shape, k.shape, v.shape), out.shape, call, described(mine)
+                kept, moves, (q.shape, k.shape, v.shape), out.shape, call, described(mine)
             )
 
     def backward(  # type: ignore[override]
@@ -112,11 +113,10 @@ class Ulysses(Ring):
         self.agreement.agree_on_backward(saved.call, dout, saved.out)
         with self.group.failing("the backward of Ulysses"):
             whole = _empty(saved.whole, dout)
-            self._transfer((dout, whole, saved.of_q))
+            self._transfer((dout, whole, saved.moves[0]))
             of_wholes = self._attend().backward(whole, saved.local)
             gradients = Gradients(*(room or [_empty(shape, dout) for shape in saved.shapes]))
-            moves = saved.of_q, saved.of_kv, saved.of_kv
-            self._transfer(*zip(of_wholes, gradients, moves), transposed=True)
+            self._transfer(*zip(of_wholes, gradients, saved.moves), transposed=True)
             return gradients
 
     def _attend(self) -> Local:
