@@ -113,18 +113,17 @@ def _backward_tiles(
     dq, dk, dv = sums
     lse, delta = of_rows
     row_count, key_count = problem.tile(block.slices, 2 * dq.itemsize)
-    all_scores, all_weights = _tile_pair(problem.count, row_count, key_count, q.dtype)
-    all_products, all_slopes = _tile_pair(problem.count, row_count, key_count, q.dtype)
+    # Scores and weights, then products and their slopes.
+    memory: list[Array] = []
+    for _ in range(2):
+        memory += _tile_pair(problem.count, row_count, key_count, q.dtype)
     for part in block.slices:
         for tile in row_tiles(part, row_count // problem.group, key_count):
             rows = problem.rows(tile)
             for piece in tile.pieces:
                 at = slice(part.k_start + piece.start, part.k_start + piece.stop)
                 size = rows.stop - rows.start, piece.stop - piece.start
-                scores = _front(all_scores, *size)
-                weights = _front(all_weights, *size)
-                products = _front(all_products, *size)
-                slopes = _front(all_slopes, *size)
+                scores, weights, products, slopes = (_front(x, *size) for x in memory)
                 batched_gemm(q[:, rows], k[:, at], scores, transpose_b=True)
                 batched_gemm(dout[:, rows], v[:, at], products, transpose_b=True)
                 place = problem.seq, part.q_start, tile.start, piece.start, part.low, part.high

@@ -72,38 +72,31 @@ class _Problems(NamedTuple):
 
 
 def _each_problem(block: KVBlock, solve: Callable[[_Problems], object]) -> None:
-    """Solve all problems: those of one key head in their order, since they add to the same sums."""
-    (batch, _, heads, _), kv_heads = block.q.shape, block.k.shape[2]
-    group = heads // kv_heads
-    block = replace(block, slices=in_one_band(block.slices))
+    """Solve all problems: those of one key head in their order, since they add to the same sums.
+
+    Small ones are solved several at once.
+    """
+    batch, _, kv_heads, _ = block.k.shape
+    group = block.q.shape[2] // kv_heads
+    slices = in_one_band(block.slices)
+    scores = 1
+    for part in slices:
+        size = (part.q_stop - part.q_start) * (part.k_stop - part.k_start)
+        scores = max(scores, group * size)
+    at_once = min(AT_ONCE // scores, max(batch * kv_heads // LEAST, SHARED // scores))
 
     def work(owners: tuple[slice, slice]) -> None:
-        for part in block.slices:
+        for part in slices:
             solve(_Problems(part, *owners, group))
 
-    each(work, _owners(batch, kv_heads, _at_once(block, group)), block.poll)
-
-
-def _at_once(block: KVBlock, group: int) -> int:
-    """Return how many problems to solve at once."""
-    scores = max(
-        ((part.q_stop - part.q_start) * (part.k_stop - part.k_start) for part in block.slices),
-        default=0,
-    )
-    problems = block.k.shape[0] * block.k.shape[2]
-    scores = max(1, group * scores)
-    return max(1, min(AT_ONCE // scores, max(problems // LEAST, SHARED // scores)))
-
-
-def _owners(batch: int, kv_heads: int, at_once: int) -> list[tuple[slice, slice]]:
-    """Cut all (batch entry, key head) into parts with at most `at_once` of them."""
-    entries = max(1, at_once // kv_heads)
-    of_batch = _cut(batch, entries)
-    return list(product(of_batch, _cut(kv_heads, at_once)))
+    entries = _cut(batch, at_once // kv_heads)
+    each(work, list(product(entries, _cut(kv_heads, at_once))), block.poll)
 
 
 def _cut(count: int, most: int) -> list[slice]:
-    return [slice(start, min(start + most, count)) for start in range(0, count, most)]
+    """Cut `count` into parts of at most `most`, but of at least one."""
+    step = max(1, most)
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
 def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
@@ -219,19 +212,33 @@ def _backward_heads(
 ) -> None:
     """Compute the gradients of some problems of one slice, shaped as in `_forward_heads`."""
     (queries, slopes, keys, values), (dq, dk, dv) = factors, gradients
-    count, rows, _ = queries.shape
-    group, dim = dq.shape[3:]
-    dqueries = np.empty((count, rows, dim), dq.dtype)
+    count = len(queries)
+    group = dq.shape[3]
+    dqueries = np.empty_like(queries[..., :-1], order="C")
     sums = []
     for x, of_rows in ((dk, keys), (dv, values)):
         if x.flags.c_contiguous:
             sums.append(x.reshape(count, -1, x.shape[4]))
         else:
             sums.append(np.zeros_like(of_rows[..., :-1], order="C"))
+    dkeys, dvalues = sums
     for tile in row_tiles(part, max(1, ROWS // group), KEYS):
-        at = tile.rows(group)
-        tile_factors = queries[:, at], slopes[:, at], keys, values
-        _backward_tile(tile_factors, tile, group, Gradients(dqueries[:, at], *sums))
+        rows = tile.rows(group)
+        tile_queries = queries[:, rows]
+        tile_slopes = slopes[:, rows]
+        tile_dqueries = dqueries[:, rows]
+        for at in tile.pieces:
+            weights = np.matmul(tile_queries, keys[:, at].swapaxes(1, 2))
+            _hide(weights, tile, at, group)
+            np.exp(weights, out=weights)
+            dscores = np.matmul(tile_slopes, values[:, at].swapaxes(1, 2))
+            np.multiply(dscores, weights, out=dscores)
+            dvalues[:, at] += np.matmul(weights.swapaxes(1, 2), tile_slopes[..., :-1])
+            dkeys[:, at] += np.matmul(dscores.swapaxes(1, 2), tile_queries[..., :-1])
+            if at is tile.pieces[0]:
+                np.matmul(dscores, keys[:, at, :-1], out=tile_dqueries)
+            else:
+                tile_dqueries += np.matmul(dscores, keys[:, at, :-1])
         poll()
     np.multiply(dqueries, scale, out=dqueries)
     np.add(dq, dqueries.reshape(dq.shape), out=dq)
@@ -317,20 +324,3 @@ def _forward_tile(rows: Factors, block: Keys, tile: RowTile, group: int, online:
         else:
             np.add(acc, np.matmul(scores, values[:, at]), out=acc)
             np.add(row_sum, np.matmul(scores, ones[: scores.shape[2]]), out=row_sum)
-
-
-def _backward_tile(factors: Factors, tile: RowTile, group: int, sums: Gradients) -> None:
-    """Set dq to dS k, and add to dk and dv."""
-    (queries, gradients, keys, values), (dqueries, dkeys, dvalues) = factors, sums
-    for at in tile.pieces:
-        weights = np.matmul(queries, keys[:, at].swapaxes(1, 2))
-        _hide(weights, tile, at, group)
-        np.exp(weights, out=weights)
-        slopes = np.matmul(gradients, values[:, at].swapaxes(1, 2))
-        np.multiply(slopes, weights, out=slopes)
-        dvalues[:, at] += np.matmul(weights.swapaxes(1, 2), gradients[..., :-1])
-        dkeys[:, at] += np.matmul(slopes.swapaxes(1, 2), queries[..., :-1])
-        if at is tile.pieces[0]:
-            np.matmul(slopes, keys[:, at, :-1], out=dqueries)
-        else:
-            np.add(dqueries, np.matmul(slopes, keys[:, at, :-1]), out=dqueries)
