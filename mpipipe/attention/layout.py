@@ -380,20 +380,18 @@ def ring_hops(
     rank: int, ranks: int, steps: int, backward: bool = False
 ) -> Iterator[tuple[int, Any, Any, int]]:
     """Yield the steps of `ring_pass`: number, ranks to send to and receive from, owner of keys."""
+    order = [*range(steps)]  # hops that keys have made
     way = 1
     if backward:
+        order.reverse()
         way = -1
-    for step in range(steps):
+    for step, hops in enumerate(order):
+        moves = step < steps - 1
         if backward:
             moves = step > 0 or steps > 2
-        else:
-            moves = step < steps - 1
         target = None
         source = None
         if moves:
             target = (rank + way) % ranks
             source = (rank - way) % ranks
-        passed = step
-        if backward:
-            passed = steps - 1 - step
-        yield step, target, source, (rank - passed) % ranks
+        yield step, target, source, (rank - hops) % ranks

@@ -347,10 +347,8 @@ def is_view(x: Array, batch: int) -> bool:
 
 def like(dout: Array, out: Array) -> Array:
     """Return a gradient shaped as the saved output, whose batch may be one sequence."""
-    if len(out) != 1 or not arrays.is_array(dout):
-        return dout
-    fits = dout.shape[2:] == out.shape[2:] and dout.size == out.size
-    if fits:
+    fits = arrays.is_array(dout) and dout.size == out.size and dout.shape[2:] == out.shape[2:]
+    if fits and len(out) == 1:
         return with_batch(dout, 1)
     return dout
 

@@ -37,7 +37,7 @@ from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.attention import kernels
 from mpipipe.attention.kernels import Gradients
-from mpipipe.attention.kernels.interface import check_arrays
+from mpipipe.attention.kernels.interface import check_arrays, rows_like
 from mpipipe.attention.layout import checked_lengths
 from mpipipe.attention.local import Local
 from mpipipe.attention.ring import Ring
@@ -177,15 +177,15 @@ class Sliced(Attend):
     def _forget(self) -> None:
         self._sequences: dict[int, _SlicedSequence] = {}  # under way, by their numbers
         self._now: Position | None = None
+        self._step: Position | None = None  # the same for all units of a step
 
     def begin(self, position: Position) -> None:
         """Take the number of the next unit; a new step drops what another one has left."""
-        now = self._now
-        if now is not None and position._replace(microbatch=0, recompute="") != now._replace(
-            microbatch=0, recompute=""
-        ):
+        step = position._replace(microbatch=0, recompute="")
+        if step != self._step:
             self._sequences.clear()
-        self._now = Position(*position)
+        self._step = step
+        self._now = position
 
     def positions(self, rows: int) -> np.ndarray:
         _, part, _ = self._unit()
@@ -296,7 +296,7 @@ class Sliced(Attend):
         kept = sequence.kept[self._rank]
         if not sequence.sums:
             dtype = plan.gradients.dtype
-            sequence.sums = [_rows_like(x, x.shape[1], dtype, arrays.zeros) for x in kept]
+            sequence.sums = [rows_like(x, x.shape[1], dtype, arrays.zeros) for x in kept]
         keys, values = (with_batch(x, len(q)) for x in self._seen(kept, part, self._rank))
         message = None
         if plan.steps > 1:
@@ -366,7 +366,7 @@ class Sliced(Attend):
         """Keep the rows of a slice, with which the keys and values in `block` end, of a rank."""
         if rank not in sequence.kept:
             rows = self._spans[rank][-1][2]
-            sequence.kept[rank] = [_rows_like(x, rows, x.dtype) for x in block]
+            sequence.kept[rank] = [rows_like(x, rows, x.dtype) for x in block]
         for x, place in zip(block, self._own(sequence.kept[rank], part, rank)):
             added = x[:, x.shape[1] - place.shape[1] :]
             if described(added) != described(place):
@@ -417,11 +417,3 @@ def _with_slices(options: RingOptions, lengths: Sequence[int]) -> RingOptions:
             expected=f"{lengths}, the lengths of Sliced",
         )
     return replace(options, seq_len=sum(lengths), slice_lengths=lengths)
-
-
-def _rows_like(
-    x: Array, rows: int, dtype: np.dtype, make: Callable[..., Array] = arrays.empty
-) -> Array:
-    """Return memory for rows as those of x, in which the rows of a head lie together."""
-    batch, _, heads, dim = x.shape
-    return make((batch, heads, rows, dim), dtype, arrays.device_of(x)).swapaxes(1, 2)

@@ -58,19 +58,17 @@ def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
 
 def _merge_slices(block: KVBlock, result: OutLse) -> None:
     """Attend for all slices of the same queries, and merge BLOCKS of them at once."""
-    pending: list[PendingRows] = []
-    for column in _columns(block.slices):
-        if len(pending) == BLOCKS:
-            merge(pending, result)
-            pending.clear()
-        start = column[0].q_start
-        stop = column[-1].q_stop
-        rows = new_result(block.q[:, start:stop], block.v, block.q.dtype, overwrite=True)
-        for part in column:
-            _attend(block, part, rows, start)
-            block.poll()
-        pending.append(PendingRows(*rows, np.int32(start), np.int32(stop)))
-    if pending:
+    columns = _columns(block.slices)
+    for first in range(0, len(columns), BLOCKS):
+        pending = []
+        for column in columns[first : first + BLOCKS]:
+            start = column[0].q_start
+            stop = column[-1].q_stop
+            rows = new_result(block.q[:, start:stop], block.v, block.q.dtype, overwrite=True)
+            for part in column:
+                _attend(block, part, rows, start)
+                block.poll()
+            pending.append(PendingRows(*rows, np.int32(start), np.int32(stop)))
         merge(pending, result)
 
 

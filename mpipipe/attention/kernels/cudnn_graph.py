@@ -23,7 +23,11 @@ from mpipipe.errors import BackendError
 KEPT = 256  # plans of one thread
 NAMES = ("q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv", "q_lengths", "k_lengths")
 UIDS = {name: number for number, name in enumerate(NAMES, 1)}
-INPUTS = {"forward": ("q", "k", "v"), "backward": ("q", "k", "v", "out", "dout")}
+# Arrays by the names of cuDNN's arguments.
+INPUTS = {
+    "forward": {"q": "q", "k": "k", "v": "v"},
+    "backward": {"q": "q", "k": "k", "v": "v", "o": "out", "dO": "dout"},
+}
 
 
 class GraphRequest(NamedTuple):
@@ -80,16 +84,13 @@ def build(cudnn: ModuleType, request: GraphRequest, handle: Any = None, **option
             shapes[name] = (shapes["q"][0][0], 1, 1, 1), (1, 1, 1, 1)
             asked[option] = tensor(name, cudnn.data_type.INT32)
         asked["use_padding_mask"] = True
-    inputs = {name: tensor(name) for name in INPUTS[request.direction]}
+    inputs = {argument: tensor(name) for argument, name in INPUTS[request.direction].items()}
     if request.direction == "forward":
         out, lse = graph.sdpa(**inputs, generate_stats=True, **asked)
         result(out, "out")
         result(lse, "lse", single)
     else:
-        given = dict(
-            q=inputs["q"], k=inputs["k"], v=inputs["v"], o=inputs["out"], dO=inputs["dout"]
-        )
-        gradients = graph.sdpa_backward(**given, stats=tensor("lse", single), **asked)
+        gradients = graph.sdpa_backward(**inputs, stats=tensor("lse", single), **asked)
         for array, name in zip(gradients, ("dq", "dk", "dv")):
             result(array, name)
     graph.validate()

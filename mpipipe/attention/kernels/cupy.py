@@ -39,15 +39,12 @@ def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
     """As `AttentionKernel.forward`; with `overwrite`, `out` may also be of the dtype of `lse`."""
     if not block.slices:
         return
-    q = block.q
-    k = block.k
-    v = block.v
-    problem = HeadProblems(q, k)
-    queries, keys, values = map(problem.copied, (q, k, v))
-    dtype = arrays.accumulator(q.dtype)
+    problem = HeadProblems(block)
+    queries, keys, values = map(problem.copied, (block.q, block.k, block.v))
+    dtype = arrays.accumulator(queries.dtype)
     row_count, key_count = problem.tile(block.slices, dtype.itemsize)
-    scores, weights = _tile_pair(problem.count, row_count, key_count, q.dtype)
-    sums = arrays.empty((problem.count, row_count, v.shape[3]), dtype, "cuda")
+    scores, weights = _tile_pair(problem.count, row_count, key_count, queries.dtype)
+    sums = arrays.empty((problem.count, row_count, values.shape[2]), dtype, "cuda")
     # The maximum and the sum of each row.
     state = tuple(arrays.empty((problem.count, row_count), dtype, "cuda") for _ in range(2))
     for part in block.slices:
@@ -74,7 +71,7 @@ def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
                 _online_softmax((tile_scores, factors, tile_sums), state, (problem.group, *options))
                 batched_gemm(factors, values[:, at], tile_sums, add=not first)
             place = problem.group, problem.kv_heads, part.q_start + tile.start
-            _normalise((tile_sums, *state, *result), (), (*place, overwrite, q.dtype))
+            _normalise((tile_sums, *state, *result), (), (*place, overwrite, queries.dtype))
             block.poll()
 
 
@@ -84,7 +81,7 @@ def backward(
     """As `AttentionKernel.backward`."""
     inputs = block.q, block.k, block.v
     dtype = arrays.accumulator(block.q.dtype)
-    problem = HeadProblems(*inputs[:2])
+    problem = HeadProblems(block)
     sums = Gradients(*(problem.like(x, dtype) for x in inputs))
     for each in sums:
         arrays.set_zero(each)
@@ -253,9 +250,9 @@ EDGE = 64  # edges of large tiles are multiples: cuBLAS's fast kernels want rows
 class HeadProblems:
     """How arrays (batch, seq, heads, dim) become problems, one for each entry and key head."""
 
-    def __init__(self, q: Array, k: Array) -> None:
-        self.batch, self.seq, heads, _ = q.shape
-        self.kv_heads = k.shape[2]
+    def __init__(self, block: KVBlock) -> None:
+        self.batch, self.seq, heads, _ = block.q.shape
+        self.kv_heads = block.k.shape[2]
         self.group = heads // self.kv_heads  # query heads to a key head
         self.count = self.batch * self.kv_heads  # number of problems
 

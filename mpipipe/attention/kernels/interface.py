@@ -160,6 +160,14 @@ def new_sums(x: Array) -> Array:
     return arrays.zeros(x.shape, arrays.accumulator(x.dtype), arrays.device_of(x))
 
 
+def rows_like(
+    x: Array, rows: int, dtype: np.dtype, make: Callable[..., Array] = arrays.empty
+) -> Array:
+    """Memory for rows as those of x, in which those of a head lie together: kernels copy none."""
+    batch, _, heads, dim = x.shape
+    return make((batch, heads, rows, dim), dtype, arrays.device_of(x)).swapaxes(1, 2)
+
+
 # -- Slices are computed tile by tile --------------------------------------------------------------
 
 
