@@ -113,10 +113,9 @@ class KVCache(Attend):
         if self.window is not None:
             low = max(0, start + 1 - self.window)
         keys, values = (kept[:, low : self.length] for kept in self._kept)
-        if self.scale is None:
+        scale = self.scale
+        if scale is None:
             scale = q.shape[3] ** -0.5
-        else:
-            scale = self.scale
         if rows == 1:
             return _attend_one(q, keys, values, scale), None
         queries = PositionRange(0, rows, start, 1)

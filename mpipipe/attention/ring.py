@@ -231,9 +231,7 @@ def ring_attention(
     >>> inprocess.run(2, on_each_rank)
     [(1, 64, 4, 16), (1, 64, 4, 16)]
     """
-    ring = Ring(
-        comm, causal, layout, window, segments, scale=scale, seq_len=seq_len, rotation=rotation
-    )
+    ring = Ring(comm, causal, layout, window, segments, scale, seq_len, rotation)
     out, saved = ring.forward(q, k, v)
     return out, (ring, saved)
 

@@ -71,9 +71,7 @@ class RingPass:
             out, lse = attend_once(self.kernel, self.block(q, k, v), self.plan.overwrite)
         else:
             (out, lse), message = self._around(self.exchange, q, k, v)
-        return out.reshape(shape), RingSaved(
-            self.plan, call, q, k, v, out=out, lse=lse, message=message
-        )
+        return out.reshape(shape), RingSaved(self.plan, call, q, k, v, out, lse, message)
 
     def backward(
         self, dout: Array, saved: RingSaved, room: tuple[Array, Array, Array] | None

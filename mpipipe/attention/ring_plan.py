@@ -22,7 +22,7 @@ from mpipipe.arrays import Array
 from mpipipe.attention import kernels
 from mpipipe.attention.kernels import AttentionKernel
 from mpipipe.attention.kernels.interface import check_arrays
-from mpipipe.attention.layout import KINDS, Layout, ring_hops
+from mpipipe.attention.layout import Layout, ring_hops
 from mpipipe.attention.mask import Slice, check_scale, check_window, document_offsets, each_row_once
 from mpipipe.comm import ROTATIONS
 from mpipipe.errors import ArgumentError
@@ -71,14 +71,11 @@ class RingOptions:
             layout = layout.kind
         check_window(self.causal, self.window)
         check_scale(self.scale)
-        for name, value, known in (
-            ("layout", layout, KINDS),
-            ("rotation", self.rotation, ROTATIONS),
-        ):
-            if not isinstance(value, str) or value not in known:
-                raise ArgumentError(
-                    f"unknown {name}", found=repr(value), expected=" or ".join(known)
-                )
+        Layout(layout, ranks, 0)  # it knows the kinds
+        if self.rotation not in ROTATIONS:
+            raise ArgumentError(
+                "unknown rotation", found=repr(self.rotation), expected=" or ".join(ROTATIONS)
+            )
         if segments is not None:
             numbers = np.asarray(segments)
             if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
@@ -229,8 +226,7 @@ def make_plan(
     documents = [whole][: shapes.batch]
     if options.rows is not None:
         documents = [list(offsets) for offsets in options.rows]
-    has_documents = whole is not None or options.rows is not None
-    if has_documents and others is not queries and options.part is None:
+    if any(documents) and others is not queries and options.part is None:
         raise ArgumentError(
             "segments need queries and keys of one sequence",
             found=f"rows {[*rows]}, keys {[*keys]}",

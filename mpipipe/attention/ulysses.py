@@ -70,7 +70,9 @@ class Ulysses(Ring):
 
     def _forget(self) -> None:
         super()._forget()
-        self._local: Local | None = None
+        options = self.options
+        self._local = Local(options.causal, options.scale, options.window, options.segments)
+        self._local.poll = lambda: self.poll()
 
     def forward(  # type: ignore[override]  # what it saves is its own
         self, q: Array, k: Array, v: Array, segments: np.ndarray | None = None
@@ -100,7 +102,7 @@ class Ulysses(Ring):
                 shape = (len(x), layout.seq_len, x.shape[2] // size, x.shape[3])
                 wholes.append(_empty(shape, x))
             self._transfer(*zip((q, k, v), wholes, moves))
-            out, kept = self._attend().forward(wholes[0], wholes[1], wholes[2], segments)
+            out, kept = self._local.forward(wholes[0], wholes[1], wholes[2], segments)
             mine = _empty((*q.shape[:3], v.shape[3]), q)
             self._transfer((out, mine, of_q), transposed=True)
             return mine, UlyssesSaved(
@@ -114,18 +116,10 @@ class Ulysses(Ring):
         with self.group.failing("the backward of Ulysses"):
             whole = _empty(saved.whole, dout)
             self._transfer((dout, whole, saved.moves[0]))
-            of_wholes = self._attend().backward(whole, saved.local)
+            of_wholes = self._local.backward(whole, saved.local)
             gradients = Gradients(*(room or [_empty(shape, dout) for shape in saved.shapes]))
             self._transfer(*zip(of_wholes, gradients, saved.moves), transposed=True)
             return gradients
-
-    def _attend(self) -> Local:
-        """What attends for the heads of this rank."""
-        options = self.options
-        if self._local is None:
-            self._local = Local(options.causal, options.scale, options.window, options.segments)
-        self._local.poll = self.poll
-        return self._local
 
     def _moves(self, layout: Layout, heads: int) -> list[PartMove]:
         """Return the moves from shards of all heads to the whole sequence of `heads` heads."""

@@ -306,11 +306,10 @@ def widest_backward(capability: int) -> tuple[int, ...]:
 
 def fits(x: DeviceArray) -> bool:
     """Whether cuDNN takes an array as it lies in memory."""
-    apart = []
+    distances = [arrays.address(x) or WORD]
     for stride, extent in zip(x.strides[:3], x.shape):
         if extent > 1:
-            apart.append(stride)
-    distances = (*apart, arrays.address(x) or WORD)
+            distances.append(stride)
     aligned = all(distance > 0 and distance % WORD == 0 for distance in distances)
     return aligned and (x.strides[3] == x.itemsize or x.shape[3] == 1)
 
@@ -336,9 +335,8 @@ def request_for(
     # tiles of keys, unless there is a mask of padding (NVIDIA/cudnn-frontend#628, #1072)
     padded = back and (keys % TILE != 0 or seq < TILE)
     shapes = tuple((name, *_described(name, x)) for name, x in given.items())
-    low, high = (None if bound is None else int(bound) for bound in (part.low, part.high))
-    what = direction, given["q"].dtype.name, shapes, float(scale)
-    return GraphRequest(*what, low, high, padded=padded)
+    dtype = given["q"].dtype.name
+    return GraphRequest(direction, dtype, shapes, float(scale), part.low, part.high, padded)
 
 
 def _described(name: str, x: DeviceArray) -> tuple[Shape, Shape]:
