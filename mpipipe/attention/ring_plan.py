@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from hashlib import blake2b
 from itertools import accumulate
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -362,29 +362,26 @@ Given: TypeAlias = "tuple[RingOptions, Array, Array, Array]"
 Agreed: TypeAlias = "tuple[RingPlan, AttentionKernel, int]"
 
 
-class RingAgreement:
-    """The agreements of all rings on one communicator.
+@dataclass(eq=False)
+class RingBallot(Ballot):
+    """One agreement of the ranks of a ring."""
 
-    Every method is collective, and raises the same error on every rank if the ranks differ or one
-    of them has an error.
-    """
+    remedy: str | None = REMEDY
+    where: str = " of a ring"
 
-    def __init__(self, comm: Communicator) -> None:
-        self.group = group_of(comm)
-        self.rank = self.group.rank
-        self.size = self.group.size
-        self.failing = self.group.failing
-        self.calls = 0  # number of forwards so far
-        # Ends calls of other threads that are due before.
-        self.settle: Callable[[], object] = lambda: None
+
+class Alone:
+    """The agreements of a rank without others."""
+
+    rank = 0
+    size = 1
+    calls = 0  # number of forwards so far
+    # Ends calls of other threads that are due before.
+    settle: Callable[[], object] = staticmethod(kernels.no_poll)
 
     def agree_on_options(self, given: Callable[[], RingOptions]) -> RingOptions:
         """Check the options of a ring, and that all ranks have the same; collective."""
-        call = "construction of a Ring"
-        with self.group.raise_together(call):
-            options = given().checked(self.size)
-        self.group.agree(call, tuple(vars(options).items()), remedy=REMEDY)
-        return options
+        return given().checked(self.size)
 
     def agree_on_forward(self, given: Callable[[], Given], more: str = "") -> Agreed:
         """Compare options, shapes and dtype of a forward, and `more`; collective."""
@@ -402,11 +399,12 @@ class RingAgreement:
             lengths = (q.shape[1], k.shape[1])
         except Exception as caught:
             error = caught
-        rows, keys = self._vote("forward", self.calls, error, facts, lengths).T.tolist()
+        ballot = RingBallot("forward", facts, error, number=self.calls)
+        rows, keys = self._cast(ballot, lengths).T.tolist()
         try:
             plan = make_plan(options, shapes, self.rank, tuple(rows), tuple(keys))
-        except ArgumentError as found:  # every rank finds the same in the same table
-            raise_on_all(0, found, self.group)
+        except ArgumentError as refusal:  # every rank finds the same in the same table
+            self.refuse(refusal)
         return plan, kernel, self.calls
 
     def agree_on_backward(
@@ -414,48 +412,54 @@ class RingAgreement:
     ) -> None:
         """Check that all ranks begin the backward of the same forward; collective."""
         self.settle()
-        self._vote("backward", call, error or misfit(dout, out))
+        self._cast(RingBallot("backward", error=error or misfit(dout, out), number=call))
 
-    def _vote(
-        self,
-        call: str,
-        number: int,
-        error: Exception | None,
-        facts: tuple = (),
-        values: Sequence[int] = (),
-    ) -> np.ndarray:
-        ballot = Ballot(call, facts, error, None, REMEDY, number=number, where=" of a ring")
+    def _cast(self, ballot: Ballot, values: Sequence[int] = ()) -> np.ndarray:
+        if ballot.error is not None:
+            raise ballot.error
+        return np.array([values])
+
+    def failing(self, what: str) -> AbstractContextManager[None]:
+        """As `RankGroup.failing`."""
+        return nullcontext()
+
+    def refuse(self, error: ArgumentError) -> NoReturn:
+        """Raise an error that all ranks have found alike."""
+        raise error
+
+
+class RingAgreement(Alone):
+    """The agreements of all rings on one communicator.
+
+    Every method is collective, and raises the same error on every rank if the ranks differ or one
+    of them has an error.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.group = group_of(comm)
+        self.rank = self.group.rank
+        self.size = self.group.size
+
+    def agree_on_options(self, given: Callable[[], RingOptions]) -> RingOptions:
+        call = "construction of a Ring"
+        with self.group.raise_together(call):
+            options = super().agree_on_options(given)
+        self.group.agree(call, tuple(vars(options).items()), remedy=REMEDY)
+        return options
+
+    def _cast(self, ballot: Ballot, values: Sequence[int] = ()) -> np.ndarray:
         table = ballot.cast(self.group, values)
         ballot.decide()
         return table
 
+    def failing(self, what: str) -> AbstractContextManager[None]:
+        return self.group.failing(what)
+
+    def refuse(self, error: ArgumentError) -> NoReturn:
+        raise_on_all(0, error, self.group)
+
     def close(self) -> None:
         """Close nothing: the group is closed by itself."""
-
-
-class Alone:
-    """What a `RingAgreement` is, for a rank without others."""
-
-    rank = 0
-    size = 1
-
-    def agree_on_options(self, given: Callable[[], RingOptions]) -> RingOptions:
-        return given().checked(1)
-
-    def agree_on_forward(self, given: Callable[[], Given], more: str = "") -> Agreed:
-        options, q, k, v = given()
-        check_arrays(q, k, v)
-        plan = make_plan(options, shapes_of(q, k, v), 0, (q.shape[1],), (k.shape[1],))
-        return plan, kernels.chosen(q, k, v), 0
-
-    def agree_on_backward(
-        self, call: int, dout: Array, out: str, *, error: Exception | None = None
-    ) -> None:
-        if error := error or misfit(dout, out):
-            raise error
-
-    def failing(self, what: str) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 def misfit(dout: Array, out: str) -> ArgumentError | None:

@@ -24,7 +24,6 @@ from mpipipe.attention.ring import Ring
 from mpipipe.attention.ring_plan import RingSaved, described
 from mpipipe.comm import PartMove, Transfer, all_to_all, exchange_on
 from mpipipe.errors import ArgumentError
-from mpipipe.job import raise_on_all
 from mpipipe.text import counted
 
 
@@ -90,7 +89,7 @@ class Ulysses(Ring):
                 expected=f"a multiple of {size}",
                 remedy="use Ring, or other ranks of seq",
             )
-            raise_on_all(0, problem, self.group)
+            self.agreement.refuse(problem)
         with self.group.failing("the forward of Ulysses"):
             self._check_expected(plan, segments)
             # Keys may be another sequence.

@@ -110,10 +110,8 @@ def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
     by_rows = result.lse.swapaxes(1, 2)
 
     def solve(problems: _Problems) -> None:
-        q = problems.queries(block.q)
-        k = problems.keys(block.k)
-        v = problems.keys(block.v)
-        some_out, some_lse = _forward_heads(q, k, v, block.scale, problems.part, poll)
+        inputs = problems.queries(block.q), problems.keys(block.k), problems.keys(block.v)
+        some_out, some_lse = _forward_heads(*inputs, block.scale, problems.part, poll)
         out = problems.queries(result.out)
         lse = problems.queries(by_rows)
         if overwrite:
