@@ -163,12 +163,13 @@ class Layout:
             `seq_len` long along `axis`.
         """
         lengths = [array.shape[axis] for array in arrays]
-        expected = [self.length(rank) for rank in range(self.ranks)]
+        positions = [self.positions(rank) for rank in range(self.ranks)]
+        expected = [*map(len, positions)]
         if lengths != expected:
             raise ArgumentError(
                 "the shards have other lengths than the layout", found=lengths, expected=expected
             )
-        order = np.argsort(np.concatenate([self.positions(rank) for rank in range(self.ranks)]))
+        order = np.argsort(np.concatenate(positions))
         return np.concatenate(arrays, axis=axis).take(order, axis=axis)
 
     def needs(

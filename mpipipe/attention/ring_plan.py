@@ -121,7 +121,8 @@ class RingShapes(NamedTuple):
 
 def shapes_of(q: Array, k: Array, v: Array) -> RingShapes:
     """The shapes of arrays of a rank."""
-    sizes = q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+    batch, _, heads, head_dim = q.shape
+    sizes = batch, heads, k.shape[2], head_dim, v.shape[3]
     return RingShapes(*sizes, q.dtype.name, arrays.device_of(q))
 
 

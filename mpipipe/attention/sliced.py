@@ -153,7 +153,7 @@ class Sliced(Attend):
         self._agreement = inner.agreement
         options = self._agreement.agree_on_options(lambda: _with_slices(inner.options, lengths))
         self.lengths = options.slice_lengths or ()
-        self.seq_len = sum(options.slice_lengths or ())
+        self.seq_len = sum(self.lengths)
         self._rank = self._agreement.rank
         size = self._agreement.size
         self.layout = options.whole(size, self.seq_len)

@@ -79,7 +79,6 @@ class Ulysses(Ring):
         # a Ring with the same options is another call
         plan, _, call = self._agreed(q, k, v, segments, " all-to-all")
         size = self.group.size
-        heads = q.shape[2]
         kv_heads = k.shape[2]
         if kv_heads % size:
             problem = ArgumentError(
@@ -93,7 +92,7 @@ class Ulysses(Ring):
         with self.group.failing("the forward of Ulysses"):
             self._check_expected(plan, segments)
             # Keys may be another sequence.
-            of_q = self._moves(plan.layout, heads // size)
+            of_q = self._moves(plan.layout, q.shape[2] // size)
             of_kv = self._moves(plan.keys, kv_heads // size)
             moves = (of_q, of_kv, of_kv)
             wholes = []

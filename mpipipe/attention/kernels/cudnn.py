@@ -88,10 +88,9 @@ def _attend(block: KVBlock, part: Slice, result: OutLse, start: int) -> None:
     rows = slice(part.q_start - start, part.q_stop - start)
     out = result.out[:, rows]
     place = result.lse[:, :, rows]
-    if place.flags.c_contiguous:
-        lse = place
-    else:
-        lse = arrays.empty(place.shape, place.dtype, "cuda")
+    lse = place
+    if not place.flags.c_contiguous:
+        lse = arrays.empty_like(place)
     given = _parts(dict(q=block.q, k=block.k, v=block.v), part) | dict(out=out, lse=lse)
     if not cudnn_graph.run(_plan("forward", given, block.scale, part), given):
         whole = part._replace(q_start=0, q_stop=out.shape[1], k_start=0, k_stop=given["k"].shape[1])
@@ -137,7 +136,7 @@ class _Pass(NamedTuple):
         for part in self.block.slices:
             places = _parts(sums._asdict(), part)
             dtype = self.block.q.dtype
-            found = {name: arrays.empty(x.shape, dtype, "cuda") for name, x in places.items()}
+            found = {name: arrays.empty_like(x, dtype) for name, x in places.items()}
             if cudnn_graph.run(*self.call(part, found)):
                 for name, place in places.items():
                     strided_copy(found[name], place, add=True)

@@ -286,9 +286,6 @@ def refusal(q: Array, k: Array, v: Array) -> str:
         widest = WIDEST
     if max(dim, width) > widest:
         return f"head dimensions {dim} (keys) and {width} (values) are above {widest}"
-    capability = arrays.compute_capability()
-    if capability < OLDEST_CAPABILITY:
-        return f"this GPU's compute capability is {capability / 10}, below {OLDEST_CAPABILITY / 10}"
     return ""
 
 

@@ -61,8 +61,7 @@ class _Problems(NamedTuple):
         """X (batch, seq, heads, ...) as (entries, key heads, rows, group, ...); a view."""
         own = slice(self.heads.start * self.group, self.heads.stop * self.group)
         part = x[self.entries, self.part.q_start : self.part.q_stop, own]
-        count = self.heads.stop - self.heads.start
-        return part.reshape(*part.shape[:2], count, self.group, *part.shape[3:]).swapaxes(1, 2)
+        return part.reshape(*part.shape[:2], -1, self.group, *part.shape[3:]).swapaxes(1, 2)
 
     def keys(self, x: np.ndarray) -> np.ndarray:
         """X (batch, keys, key heads, dim) as (entries, key heads, keys, 1, dim); a view."""
