@@ -50,22 +50,14 @@ def events(
 
 def _names(records: Sequence[RankRecord]) -> Iterable[Values]:
     for record in records:
-        name = f"rank {record.rank}"
-        yield {
-            "ph": "M",
-            "name": "process_name",
-            "pid": record.rank,
-            "tid": 0,
-            "args": {"name": name},
-        }
-        for row, title in ((MEASURED, "measured"), (PREDICTED, "predicted")):
-            yield {
-                "ph": "M",
-                "name": "thread_name",
-                "pid": record.rank,
-                "tid": row,
-                "args": {"name": title},
-            }
+        titles = (
+            ("process_name", 0, f"rank {record.rank}"),
+            ("thread_name", MEASURED, "measured"),
+            ("thread_name", PREDICTED, "predicted"),
+        )
+        for kind, row, title in titles:
+            args = {"name": title}
+            yield {"ph": "M", "name": kind, "pid": record.rank, "tid": row, "args": args}
 
 
 def _span(

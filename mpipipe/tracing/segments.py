@@ -249,13 +249,8 @@ def of_mean_stages(costs: Costs, stages: int) -> Costs:
     """Return the costs of stages that are all like the mean one, with free messages."""
 
     def mean(name: str) -> float:
-        counted = []
-        for value in costs.per_stage(name, stages):
-            if value > 0:
-                counted.append(value)
-        if counted:
-            return fmean(counted)
-        return 0.0
+        measured = [*filter(None, costs.per_stage(name, stages))]
+        return fmean(measured or [0.0])
 
     return Costs(
         mean("forward"), mean("input_grad"), mean("weight_grad"), transfer=0.0, slices=costs.slices
