@@ -234,13 +234,14 @@ def scaled_step(
     norm = norm_of(max_norm, optimizer.stages, comm, skip, over)
     if norm.on_device:
         return _step_on_device(optimizer, scaler, max_norm, lr, norm)
-    measured = norm.measure(scaler.scale)
+    scale = scaler.scale
+    measured = norm.measure(scale)
     if not _is_good(measured, scaler, norm):
         return None
     factor = 1.0
     if measured.norm > max_norm:
         factor = max_norm / measured.norm
-    optimizer.step(lr=lr, scale=factor / scaler.scale)
+    optimizer.step(lr=lr, scale=factor / scale)
     return measured.norm
 
 
