@@ -7,10 +7,10 @@ from typing import NoReturn
 
 import numpy as np
 
-from mpipipe.arrays import Array, accumulator, aligned_empty, cast, is_device
+from mpipipe.arrays import Array, accumulator, cast, is_device
 from mpipipe.attention import kernels, mask
 from mpipipe.attention.kernels import KVBlock, no_poll
-from mpipipe.attention.kernels.interface import attend_once, check_arrays
+from mpipipe.attention.kernels.interface import attend_once, check_arrays, rows_like
 from mpipipe.attention.mask import PositionRange
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import Attend
@@ -104,9 +104,8 @@ class KVCache(Attend):
         kernel = kernels.chosen(q, k, v)
         start = self.length
         rows = k.shape[1]
-        if not self._kept:  # the rows of one head lie together: kernels need no copy
-            places = [(len(x), x.shape[2], self.capacity, x.shape[3]) for x in (k, v)]
-            self._kept = [aligned_empty(place, k.dtype).swapaxes(1, 2) for place in places]
+        if not self._kept:
+            self._kept = [rows_like(x, self.capacity, x.dtype) for x in (k, v)]
         self.length = start + rows
         for kept, x in zip(self._kept, (k, v)):
             kept[:, start : self.length] = x
@@ -114,10 +113,9 @@ class KVCache(Attend):
         if self.window is not None:
             low = max(0, start + 1 - self.window)
         keys, values = (kept[:, low : self.length] for kept in self._kept)
-        if self.scale is None:
+        scale = self.scale
+        if scale is None:
             scale = q.shape[3] ** -0.5
-        else:
-            scale = self.scale
         if rows == 1:
             return _attend_one(q, keys, values, scale), None
         queries = PositionRange(0, rows, start, 1)

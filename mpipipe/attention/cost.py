@@ -34,13 +34,7 @@ def kv_bytes(
     `value_dim` defaults to `head_dim`. For the gradients dK and dV, `itemsize` is that of the
     accumulator.
     """
-    return (
-        batch
-        * length
-        * kv_heads
-        * (head_dim + (head_dim if value_dim is None else value_dim))
-        * itemsize
-    )
+    return batch * length * kv_heads * (head_dim + (value_dim or head_dim)) * itemsize
 
 
 def sent_forward(blocks: Sequence[int], rank: int, steps: int | None = None) -> int:
@@ -52,9 +46,7 @@ def sent_forward(blocks: Sequence[int], rank: int, steps: int | None = None) -> 
     with a window), by default N. In every step t but the last, the rank passes on the block of rank
     - t.
     """
-    return sum(
-        _messages(blocks, blocks, rank, len(blocks) if steps is None else steps, backward=False)
-    )
+    return sum(_messages(blocks, blocks, rank, steps or len(blocks), backward=False))
 
 
 def sent_backward(
@@ -72,11 +64,7 @@ def sent_backward(
     but the last two, by N - 2 hops (the last is at home), and dK and dV of all but the last, by
     N - 1 hops. That makes (2 N - 3) kv_bytes if shards are even, and none for a rank alone.
     """
-    if steps is None:
-        steps = len(blocks)
-    if gradients is None:
-        gradients = blocks
-    return sum(_messages(blocks, gradients, rank, steps, backward=True))
+    return sum(_messages(blocks, gradients or blocks, rank, steps or len(blocks), backward=True))
 
 
 def _messages(

@@ -163,12 +163,13 @@ class Layout:
             `seq_len` long along `axis`.
         """
         lengths = [array.shape[axis] for array in arrays]
-        expected = [self.length(rank) for rank in range(self.ranks)]
+        positions = [self.positions(rank) for rank in range(self.ranks)]
+        expected = [*map(len, positions)]
         if lengths != expected:
             raise ArgumentError(
                 "the shards have other lengths than the layout", found=lengths, expected=expected
             )
-        order = np.argsort(np.concatenate([self.positions(rank) for rank in range(self.ranks)]))
+        order = np.argsort(np.concatenate(positions))
         return np.concatenate(arrays, axis=axis).take(order, axis=axis)
 
     def needs(
@@ -380,20 +381,18 @@ def ring_hops(
     rank: int, ranks: int, steps: int, backward: bool = False
 ) -> Iterator[tuple[int, Any, Any, int]]:
     """Yield the steps of `ring_pass`: number, ranks to send to and receive from, owner of keys."""
+    order = [*range(steps)]  # hops that keys have made
     way = 1
     if backward:
+        order.reverse()
         way = -1
-    for step in range(steps):
+    for step, hops in enumerate(order):
+        moves = step < steps - 1
         if backward:
             moves = step > 0 or steps > 2
-        else:
-            moves = step < steps - 1
         target = None
         source = None
         if moves:
             target = (rank + way) % ranks
             source = (rank - way) % ranks
-        passed = step
-        if backward:
-            passed = steps - 1 - step
-        yield step, target, source, (rank - passed) % ranks
+        yield step, target, source, (rank - hops) % ranks

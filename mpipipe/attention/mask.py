@@ -211,14 +211,13 @@ def _band(
             break
     if q0 >= q1 or k0 >= k1:
         return None
-    if low is None or low + q0 - k0 <= -(q1 - q0 - 1):
-        below = None
-    else:
-        below = low + q0 - k0
-    if high + q0 - k0 >= k1 - k0 - 1:
-        above = None
-    else:
-        above = high + q0 - k0
+    shift = q0 - k0
+    above = None
+    if high + shift < k1 - k0 - 1:
+        above = high + shift
+    below = None
+    if low is not None and low + shift > q0 - q1 + 1:
+        below = low + shift
     return Slice(query.start + q0, query.start + q1, key.start + k0, key.start + k1, below, above)
 
 

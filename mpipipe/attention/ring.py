@@ -97,12 +97,11 @@ class Ring(PlannedAttend):
         options = RingOptions(causal, layout, window, segments, scale, seq_len, rotation)
         super().__init__(agreement, options)
         self.group = agreement.group
-        self.seq_len = length = self.options.seq_len
-        rank = self.group.rank
-        size = self.group.size
+        self.seq_len = self.options.seq_len
         self._positions = None
-        if length is not None:
-            self._positions = self.options.whole(size, length).positions(rank)
+        if self.seq_len is not None:
+            whole = self.options.whole(agreement.size, self.seq_len)
+            self._positions = whole.positions(agreement.rank)
 
     def _forget(self) -> None:
         super()._forget()
@@ -232,9 +231,7 @@ def ring_attention(
     >>> inprocess.run(2, on_each_rank)
     [(1, 64, 4, 16), (1, 64, 4, 16)]
     """
-    ring = Ring(
-        comm, causal, layout, window, segments, scale=scale, seq_len=seq_len, rotation=rotation
-    )
+    ring = Ring(comm, causal, layout, window, segments, scale, seq_len, rotation)
     out, saved = ring.forward(q, k, v)
     return out, (ring, saved)
 

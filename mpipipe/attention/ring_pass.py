@@ -23,7 +23,7 @@ travel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -34,7 +34,7 @@ from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.attention import kernels
 from mpipipe.attention.kernels import AttentionKernel, Gradients, KVBlock, OutLse, no_poll
-from mpipipe.attention.kernels.interface import attend_once, block_gradients, new_result
+from mpipipe.attention.kernels.interface import attend_once, new_result, new_sums
 from mpipipe.attention.layout import ring_hops
 from mpipipe.attention.ring_plan import (
     Agreed,
@@ -65,99 +65,91 @@ class RingPass:
     def forward(self, q: Array, k: Array, v: Array, call: int) -> tuple[Array, RingSaved]:
         """Return the output, and what the backward needs."""
         shape = (*q.shape[:3], v.shape[3])
-        scale = self.attend.options.scale
-        if scale is None:
-            scale = q.shape[3] ** -0.5
         q, k, v = (with_batch(x, self.plan.message.shapes.batch) for x in (q, k, v))
         message = None
         if self.exchange is None:
-            out, lse = attend_once(self.kernel, self.block(scale, q, k, v), self.plan.overwrite)
+            out, lse = attend_once(self.kernel, self.block(q, k, v), self.plan.overwrite)
         else:
-            (out, lse), message = self._around(self.exchange, scale, q, k, v)
-        return out.reshape(shape), RingSaved(
-            self.plan, call, scale, q, k, v, out=out, lse=lse, message=message
-        )
+            (out, lse), message = self._around(self.exchange, q, k, v)
+        return out.reshape(shape), RingSaved(self.plan, call, q, k, v, out, lse, message)
 
     def backward(
         self, dout: Array, saved: RingSaved, room: tuple[Array, Array, Array] | None
     ) -> Gradients:
         """Return the gradients in the dtype of `dout`, in `room` if they fit in one step."""
         batch = len(dout)
-        inputs = (saved.q, saved.k, saved.v)
         if self.exchange is not None:
-            return Gradients(
-                *(with_batch(arrays.cast(x, dout.dtype), batch) for x in self.sums(dout, saved))
-            )
+            sums = self._back_around(self.exchange, dout, saved)
+            return Gradients(*(with_batch(arrays.cast(x, dout.dtype), batch) for x in sums))
+        inputs = (saved.q, saved.k, saved.v)
         if room is None or not all(is_view(x, len(saved.q)) for x in room):
             room = Gradients(*(with_batch(arrays.empty_like(x), batch) for x in inputs))
         targets = Gradients(*(with_batch(x, len(saved.q)) for x in room))
-        block = self.block(saved.scale, *inputs)
-        result = OutLse(saved.out, saved.lse)
-        self.kernel.backward(block, like(dout, saved.out), result, targets, overwrite=True)
+        self._add(dout, saved, targets, overwrite=True)
         return Gradients(*room)
 
-    def sums(self, dout: Array, saved: RingSaved) -> Gradients:
+    def sums(self, dout: Array, saved: RingSaved, room: Sequence[Array]) -> Gradients:
         """Return the gradients as sums, as what was saved.
 
-        dk and dv of a single step may be of another dtype.
+        In one step dk and dv are added to `room`, if it has the shapes of keys and values.
         """
-        block = self.block(saved.scale, saved.q, saved.k, saved.v)
+        if self.exchange is not None:
+            return self._back_around(self.exchange, dout, saved)
+        if len(room[0]) != len(saved.k):
+            room = new_sums(saved.k), new_sums(saved.v)
+        sums = Gradients(new_sums(saved.q), *room)
+        self._add(dout, saved, sums)
+        return sums
+
+    def _add(
+        self, dout: Array, saved: RingSaved, sums: Gradients, step: int = 0, overwrite: bool = False
+    ) -> None:
+        """Add what the keys and values of a step give."""
+        block = self.block(saved.q, saved.k, saved.v, step)
         result = OutLse(saved.out, saved.lse)
-        dout = like(dout, saved.out)
-        packing = self.plan.message
-        dq = arrays.zeros(saved.q.shape, packing.sum_dtype, packing.shapes.device)
-        if self.exchange is None:
-            return Gradients(dq, *block_gradients(self.kernel, block, dout, result, dq))
-        assert saved.message is not None
-        return self._back_around(self.exchange, block, dout, result, dq, saved.message)
+        self.kernel.backward(block, like(dout, saved.out), result, sums, overwrite)
 
-    def block(self, scale: float, q: Array, k: Array, v: Array, step: int = 0) -> KVBlock:
+    def block(self, q: Array, k: Array, v: Array, step: int = 0) -> KVBlock:
         """Return the work of a step."""
-        return KVBlock(q, k, v, scale, self.plan.slices[step], self._poll)
+        return KVBlock(q, k, v, self.plan.scale, self.plan.slices[step], self._poll)
 
-    def _around(
-        self, exchange: RingExchange, scale: float, q: Array, k: Array, v: Array
-    ) -> tuple[OutLse, Array]:
+    def _around(self, exchange: RingExchange, q: Array, k: Array, v: Array) -> tuple[OutLse, Array]:
         """Return the result, and the message with the keys and values of the last step."""
         plan = self.plan
-        packing = self.plan.message
-        result = new_result(q, v, packing.sum_dtype, plan.overwrite)
-        message = packing.pack(k, v, plan.rank)
+        packing = plan.message
+        result = new_result(q, v, plan.gradients.dtype, plan.overwrite)
+        message = packing.pack(plan.rank, k, v)
         for step, dest, source, owner in ring_hops(plan.rank, plan.layout.ranks, plan.steps):
             if dest is not None:
                 incoming = packing.empty(packing.nbytes(owner - 1))
                 self._start(message, dest, incoming, source)
             keys, values = (k, v) if step == 0 else packing.unpack(message, owner)
             overwrite = step == 0 and plan.overwrite
-            self.kernel.forward(self.block(scale, q, keys, values, step), result, overwrite)
+            self.kernel.forward(self.block(q, keys, values, step), result, overwrite)
             exchange.finish()
             if dest is not None:
                 message = incoming
         return result._replace(out=arrays.cast(result.out, q.dtype)), message
 
-    def _back_around(
-        self,
-        exchange: RingExchange,
-        own: KVBlock,
-        dout: Array,
-        result: OutLse,
-        dq: Array,
-        message: Array,
-    ) -> Gradients:
-        """Add to `dq`; return it and the gradients of `own`, in the dtype of messages.
+    def _back_around(self, exchange: RingExchange, dout: Array, saved: RingSaved) -> Gradients:
+        """Return the gradients as sums.
 
-        `message` is what the forward returned. From the second step on it also has gradients,
-        before keys and values.
+        The message is that of the forward. From the second step on it also has gradients, before
+        keys and values.
         """
+        message = saved.message
+        assert message is not None
+        dq = new_sums(saved.q)
         plan = self.plan
-        packing = self.plan.message
+        packing = plan.message
+        gradients = plan.gradients
         behind = 0  # bytes of gradients at the front of the message
         for step, dest, source, owner in ring_hops(
             plan.rank, plan.layout.ranks, plan.steps, backward=True
         ):
             # The next block is not our own, so its keys and values must come.
             ahead = step < plan.steps - 2
-            split = packing.nbytes(owner, packing.sum_dtype)
+            split = gradients.nbytes(owner)
             # The message of the next step.
             size = split
             if ahead:
@@ -169,17 +161,17 @@ class RingPass:
                 else:
                     outgoing = message[:behind]
                 self._start(outgoing, dest, incoming if step > 0 else incoming[split:], source)
-            k, v = own.k, own.v
+            k, v = saved.k, saved.v
             if step < plan.steps - 1:
                 k, v = packing.unpack(message[behind:], owner)
-            block = self.block(own.scale, own.q, k, v, plan.steps - 1 - step)
-            parts = block_gradients(self.kernel, block, dout, result, dq)
+            parts = new_sums(k), new_sums(v)
+            self._add(dout, saved._replace(k=k, v=v), Gradients(dq, *parts), plan.steps - 1 - step)
             exchange.finish()
-            for sums, part in zip(packing.unpack(incoming, owner, packing.sum_dtype), parts):
+            for sums, part in zip(gradients.unpack(incoming, owner), parts):
                 arrays.strided_copy(part, sums, add=step > 0)
             message = incoming
             behind = split
-        return Gradients(dq, *packing.unpack(message, plan.rank, packing.sum_dtype))
+        return Gradients(dq, *gradients.unpack(message, plan.rank))
 
     def _start(self, outgoing: Array, dest: int, incoming: Array, source: int) -> None:
         assert self.exchange is not None

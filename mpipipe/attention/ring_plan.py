@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from hashlib import blake2b
 from itertools import accumulate
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from mpipipe.arrays import Array
 from mpipipe.attention import kernels
 from mpipipe.attention.kernels import AttentionKernel
 from mpipipe.attention.kernels.interface import check_arrays
-from mpipipe.attention.layout import KINDS, Layout, ring_hops
+from mpipipe.attention.layout import Layout, ring_hops
 from mpipipe.attention.mask import Slice, check_scale, check_window, document_offsets, each_row_once
 from mpipipe.comm import ROTATIONS
 from mpipipe.errors import ArgumentError
@@ -71,22 +71,18 @@ class RingOptions:
             layout = layout.kind
         check_window(self.causal, self.window)
         check_scale(self.scale)
-        for name, value, known in (
-            ("layout", layout, KINDS),
-            ("rotation", self.rotation, ROTATIONS),
-        ):
-            if not isinstance(value, str) or value not in known:
-                raise ArgumentError(
-                    f"unknown {name}", found=repr(value), expected=" or ".join(known)
-                )
+        Layout(layout, ranks, 0)  # it knows the kinds
+        if self.rotation not in ROTATIONS:
+            raise ArgumentError(
+                "unknown rotation", found=repr(self.rotation), expected=" or ".join(ROTATIONS)
+            )
         if segments is not None:
-            if np.ndim(segments) == 1:
-                segments = tuple(np.asarray(segments).tolist())
-            is_right = isinstance(segments, tuple)
-            if not is_right or not all(isinstance(number, int) for number in segments):
+            numbers = np.asarray(segments)
+            if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
                 raise ArgumentError(
                     "segments", found=repr(segments)[:80], expected="one axis of integers"
                 )
+            segments = tuple(numbers.tolist())
         return RingOptions(
             bool(self.causal),
             layout,
@@ -125,13 +121,14 @@ class RingShapes(NamedTuple):
 
 def shapes_of(q: Array, k: Array, v: Array) -> RingShapes:
     """The shapes of arrays of a rank."""
-    sizes = q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+    batch, _, heads, head_dim = q.shape
+    sizes = batch, heads, k.shape[2], head_dim, v.shape[3]
     return RingShapes(*sizes, q.dtype.name, arrays.device_of(q))
 
 
 @dataclass(frozen=True)
 class KVMessage:
-    """How the keys and values of a rank, and their gradients, are packed.
+    """How the keys and values of a rank, or their gradients, are packed.
 
     A message is an array of bytes: the gradients of a block of keys and of values, then the keys
     and values of a block, one array after the other, all C-contiguous. Either half may be missing.
@@ -140,29 +137,26 @@ class KVMessage:
     shapes: RingShapes
     lengths: tuple[int, ...]  # number of keys of each rank; methods count ranks modulo the ring
     dtype: np.dtype
-    sum_dtype: np.dtype  # gradients travel as sums
 
-    def nbytes(self, rank: int, dtype: np.dtype | None = None) -> int:
-        """Bytes of the keys and values of a rank or, in the dtype of sums, of their gradients."""
+    def nbytes(self, rank: int) -> int:
+        """Bytes of the keys and values of a rank."""
         width = self.shapes.head_dim + self.shapes.value_dim
-        return prod(self._shape(rank)) * width * (self.dtype if dtype is None else dtype).itemsize
+        return prod(self._shape(rank)) * width * self.dtype.itemsize
 
     def empty(self, nbytes: int) -> Array:
         """A buffer of bytes."""
         return arrays.empty(nbytes, BYTES, self.shapes.device)
 
-    def pack(self, k: Array, v: Array, rank: int) -> Array:
+    def pack(self, rank: int, k: Array, v: Array) -> Array:
         """A new buffer with the keys and values of a rank."""
         message = self.empty(self.nbytes(rank))
         for place, x in zip(self.unpack(message, rank), (k, v)):
             arrays.strided_copy(x, place)
         return message
 
-    def unpack(
-        self, message: Array, rank: int, dtype: np.dtype | None = None
-    ) -> tuple[Array, Array]:
-        """Return the keys and values of a rank as views of a buffer, or their gradients."""
-        flat = message[: self.nbytes(rank, dtype)].view(self.dtype if dtype is None else dtype)
+    def unpack(self, message: Array, rank: int) -> tuple[Array, Array]:
+        """Return the keys and values of a rank as views of a buffer."""
+        flat = message[: self.nbytes(rank)].view(self.dtype)
         shape = self._shape(rank)
         middle = prod(shape) * self.shapes.head_dim
         keys = flat[:middle].reshape(*shape, self.shapes.head_dim)
@@ -180,10 +174,17 @@ class RingPlan(NamedTuple):
     # For each step t, what this rank's queries need of the keys of rank r - t.
     slices: tuple[list[Slice], ...]
     overwrite: bool  # whether each row of queries lies in exactly one slice of the first step
-    message: KVMessage  # how keys, values and their gradients travel
+    message: KVMessage  # how keys and values travel
+    gradients: KVMessage  # how their gradients travel: as sums
+    scale: float
     layout: Layout  # layout of the queries
     keys: Layout
     rank: int
+
+    @property
+    def last_owner(self) -> int:
+        """The rank whose keys and values come in the last step of a forward."""
+        return (self.rank - self.steps + 1) % self.layout.ranks
 
 
 class RingSaved(NamedTuple):
@@ -191,7 +192,6 @@ class RingSaved(NamedTuple):
 
     plan: RingPlan
     call: int  # number of the forward
-    scale: float
     q: Array
     k: Array
     v: Array
@@ -223,12 +223,11 @@ def make_plan(
             "documents of one position",
         )
     whole = document_offsets(options.segments, seq_len)
-    if options.rows is None:
-        documents = [whole]
-    else:
+    # An empty batch sees nothing.
+    documents = [whole][: shapes.batch]
+    if options.rows is not None:
         documents = [list(offsets) for offsets in options.rows]
-    has_documents = whole is not None or options.rows is not None
-    if has_documents and others is not queries and options.part is None:
+    if any(documents) and others is not queries and options.part is None:
         raise ArgumentError(
             "segments need queries and keys of one sequence",
             found=f"rows {[*rows]}, keys {[*keys]}",
@@ -255,9 +254,13 @@ def make_plan(
     if options.rows is not None:  # the rows of the batch are one sequence
         shapes = shapes._replace(batch=1)
     lengths = tuple(len(views) * count for count in keys)
-    message = KVMessage(shapes, lengths, dtype, arrays.accumulator(dtype))
+    message = KVMessage(shapes, lengths, dtype)
+    gradients = replace(message, dtype=arrays.accumulator(dtype))
     overwrite = each_row_once(slices[0], len(views) * rows[rank])
-    return RingPlan(steps, slices, overwrite, message, queries, others, rank)
+    scale = options.scale
+    if scale is None:
+        scale = shapes.head_dim**-0.5
+    return RingPlan(steps, slices, overwrite, message, gradients, scale, queries, others, rank)
 
 
 def _layout(
@@ -341,10 +344,8 @@ def is_view(x: Array, batch: int) -> bool:
 
 def like(dout: Array, out: Array) -> Array:
     """Return a gradient shaped as the saved output, whose batch may be one sequence."""
-    if len(out) != 1 or not arrays.is_array(dout):
-        return dout
-    fits = dout.shape[2:] == out.shape[2:] and dout.size == out.size
-    if fits:
+    fits = arrays.is_array(dout) and dout.size == out.size and dout.shape[2:] == out.shape[2:]
+    if fits and len(out) == 1:
         return with_batch(dout, 1)
     return dout
 
@@ -362,33 +363,26 @@ Given: TypeAlias = "tuple[RingOptions, Array, Array, Array]"
 Agreed: TypeAlias = "tuple[RingPlan, AttentionKernel, int]"
 
 
-class RingAgreement:
-    """The agreements of all rings on one communicator.
+@dataclass(eq=False)
+class RingBallot(Ballot):
+    """One agreement of the ranks of a ring."""
 
-    Every method is collective, and raises the same error on every rank if the ranks differ or one
-    of them has an error.
-    """
+    remedy: str | None = REMEDY
+    where: str = " of a ring"
 
-    def __init__(self, comm: Communicator) -> None:
-        self.group = group_of(comm)
-        self.rank = self.group.rank
-        self.size = self.group.size
-        self.failing = self.group.failing
-        self.calls = 0  # number of forwards so far
-        # Ends calls of other threads that are due before.
-        self.settle: Callable[[], object] = lambda: None
+
+class Alone:
+    """The agreements of a rank without others."""
+
+    rank = 0
+    size = 1
+    calls = 0  # number of forwards so far
+    # Ends calls of other threads that are due before.
+    settle: Callable[[], object] = staticmethod(kernels.no_poll)
 
     def agree_on_options(self, given: Callable[[], RingOptions]) -> RingOptions:
         """Check the options of a ring, and that all ranks have the same; collective."""
-        error: Exception | None = None
-        facts: tuple = ()
-        try:
-            options = given().checked(self.size)
-            facts = tuple(vars(options).items())
-        except Exception as caught:
-            error = caught
-        self.group.agree("construction of a Ring", facts, error=error, remedy=REMEDY)
-        return options
+        return given().checked(self.size)
 
     def agree_on_forward(self, given: Callable[[], Given], more: str = "") -> Agreed:
         """Compare options, shapes and dtype of a forward, and `more`; collective."""
@@ -406,15 +400,12 @@ class RingAgreement:
             lengths = (q.shape[1], k.shape[1])
         except Exception as caught:
             error = caught
-        ballot = Ballot(
-            "forward", facts, error, None, REMEDY, number=self.calls, where=" of a ring"
-        )
-        rows, keys = ballot.cast(self.group, lengths).T.tolist()
-        ballot.decide()
+        ballot = RingBallot("forward", facts, error, number=self.calls)
+        rows, keys = self._cast(ballot, lengths).T.tolist()
         try:
             plan = make_plan(options, shapes, self.rank, tuple(rows), tuple(keys))
-        except ArgumentError as found:  # every rank finds the same in the same table
-            raise_on_all(0, found, self.group)
+        except ArgumentError as refusal:  # every rank finds the same in the same table
+            self.refuse(refusal)
         return plan, kernel, self.calls
 
     def agree_on_backward(
@@ -422,38 +413,54 @@ class RingAgreement:
     ) -> None:
         """Check that all ranks begin the backward of the same forward; collective."""
         self.settle()
-        error = error or misfit(dout, out)
-        ballot = Ballot("backward", (), error, None, REMEDY, number=call, where=" of a ring")
-        ballot.cast(self.group)
+        self._cast(RingBallot("backward", error=error or misfit(dout, out), number=call))
+
+    def _cast(self, ballot: Ballot, values: Sequence[int] = ()) -> np.ndarray:
+        if ballot.error is not None:
+            raise ballot.error
+        return np.array([values])
+
+    def failing(self, what: str) -> AbstractContextManager[None]:
+        """As `RankGroup.failing`."""
+        return nullcontext()
+
+    def refuse(self, error: ArgumentError) -> NoReturn:
+        """Raise an error that all ranks have found alike."""
+        raise error
+
+
+class RingAgreement(Alone):
+    """The agreements of all rings on one communicator.
+
+    Every method is collective, and raises the same error on every rank if the ranks differ or one
+    of them has an error.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.group = group_of(comm)
+        self.rank = self.group.rank
+        self.size = self.group.size
+
+    def agree_on_options(self, given: Callable[[], RingOptions]) -> RingOptions:
+        call = "construction of a Ring"
+        with self.group.raise_together(call):
+            options = super().agree_on_options(given)
+        self.group.agree(call, tuple(vars(options).items()), remedy=REMEDY)
+        return options
+
+    def _cast(self, ballot: Ballot, values: Sequence[int] = ()) -> np.ndarray:
+        table = ballot.cast(self.group, values)
         ballot.decide()
+        return table
+
+    def failing(self, what: str) -> AbstractContextManager[None]:
+        return self.group.failing(what)
+
+    def refuse(self, error: ArgumentError) -> NoReturn:
+        raise_on_all(0, error, self.group)
 
     def close(self) -> None:
         """Close nothing: the group is closed by itself."""
-
-
-class Alone:
-    """What a `RingAgreement` is, for a rank without others."""
-
-    rank = 0
-    size = 1
-
-    def agree_on_options(self, given: Callable[[], RingOptions]) -> RingOptions:
-        return given().checked(1)
-
-    def agree_on_forward(self, given: Callable[[], Given], more: str = "") -> Agreed:
-        options, q, k, v = given()
-        check_arrays(q, k, v)
-        plan = make_plan(options, shapes_of(q, k, v), 0, (q.shape[1],), (k.shape[1],))
-        return plan, kernels.chosen(q, k, v), 0
-
-    def agree_on_backward(
-        self, call: int, dout: Array, out: str, *, error: Exception | None = None
-    ) -> None:
-        if error := error or misfit(dout, out):
-            raise error
-
-    def failing(self, what: str) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 def misfit(dout: Array, out: str) -> ArgumentError | None:

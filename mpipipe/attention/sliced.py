@@ -29,7 +29,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -37,8 +36,8 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.attention import kernels
-from mpipipe.attention.kernels import Gradients, OutLse
-from mpipipe.attention.kernels.interface import check_arrays
+from mpipipe.attention.kernels import Gradients
+from mpipipe.attention.kernels.interface import check_arrays, rows_like
 from mpipipe.attention.layout import checked_lengths
 from mpipipe.attention.local import Local
 from mpipipe.attention.ring import Ring
@@ -46,7 +45,6 @@ from mpipipe.attention.ring_pass import RingPass
 from mpipipe.attention.ring_plan import (
     Given,
     RingOptions,
-    RingPlan,
     RingSaved,
     described,
     documents_of_rows,
@@ -69,12 +67,11 @@ class _SlicedSequence:
 
     grows: ClassVar = True  # each slice adds to it
     number: int
-    kept: list[Array]  # keys and values
     due: int  # the slice whose backward comes next
     done: int = 0  # slices that have come
+    # Keys and values of this rank and, in a ring, of the rank whose block comes last.
+    kept: dict[int, list[Array]] = field(default_factory=dict)
     sums: list[Array] = field(default_factory=list)
-    # Keys and values of the rank whose block comes last in a ring.
-    far: list[Array] = field(default_factory=list)
 
 
 class SlicedSaved(NamedTuple):
@@ -156,38 +153,42 @@ class Sliced(Attend):
         self._agreement = inner.agreement
         options = self._agreement.agree_on_options(lambda: _with_slices(inner.options, lengths))
         self.lengths = options.slice_lengths or ()
-        self.seq_len = sum(options.slice_lengths or ())
-        rank = self._agreement.rank
+        self.seq_len = sum(self.lengths)
+        self._rank = self._agreement.rank
         size = self._agreement.size
         self.layout = options.whole(size, self.seq_len)
-        # Layouts of queries, and of the keys that they may see.
-        self._views, _ = slice_layouts(options, size)
-        self._positions = [queries.positions(rank) for queries, _ in self._views]
+        views, _ = slice_layouts(options, size)
+        self._positions = [queries.positions(self._rank) for queries, _ in views]
         self.slice_rows = tuple(map(len, self._positions))
-        self._starts = []
-        for other in range(size):
-            rows = [queries.length(other) for queries, _ in self._views]
-            self._starts.append([0, *accumulate(rows)])
+        # For each rank and slice: the first row that its queries may see, its first row, its end.
+        self._spans: list[list[tuple[int, int, int]]] = []
+        for rank in range(size):
+            spans = []
+            stop = 0
+            for queries, keys in views:
+                start = stop
+                stop += queries.length(rank)
+                spans.append((stop - keys.length(rank), start, stop))
+            self._spans.append(spans)
         self._options = [replace(options, part=part) for part in range(len(self.lengths))]
-        self._rank = rank
         self._others = dict[int, Sliced]()
         self._forget()
 
     def _forget(self) -> None:
         self._sequences: dict[int, _SlicedSequence] = {}  # under way, by their numbers
         self._now: Position | None = None
+        self._step: Position | None = None  # the same for all units of a step
 
     def begin(self, position: Position) -> None:
         """Take the number of the next unit; a new step drops what another one has left."""
-        now = self._now
-        if now is not None and position._replace(microbatch=0, recompute="") != now._replace(
-            microbatch=0, recompute=""
-        ):
+        step = position._replace(microbatch=0, recompute="")
+        if step != self._step:
             self._sequences.clear()
-        self._now = Position(*position)
+        self._step = step
+        self._now = position
 
     def positions(self, rows: int) -> np.ndarray:
-        _, part = self._unit()
+        _, part, _ = self._unit()
         if rows != self.slice_rows[part]:
             raise self._wrong_rows(part, rows)
         return self._positions[part]
@@ -242,19 +243,18 @@ class Sliced(Attend):
         plan, kernel, call = self._agreement.agree_on_forward(
             lambda: self._append(q, k, v, segments)
         )
-        (number, part), keeps = self._unit(), self._keeps()
+        number, part, keeps = self._unit()
         sequence = self._sequences[number]
         # q is a view of an array with keys and values, which are kept elsewhere.
         if keeps and not q.flags.c_contiguous:
-            if arrays.is_device(q):
-                q = arrays.copied(q)
-            else:
-                q = np.ascontiguousarray(q)
+            q = arrays.copied(q)
         with self._agreement.failing("the forward of a slice"):
-            keys, values = self._seen(sequence.kept, part, self._rank)
+            keys, values = self._seen(sequence.kept[self._rank], part, self._rank)
             out, own = RingPass(self.inner, plan, kernel).forward(q, keys, values, call)
             if keeps and own.message is not None:
-                self._keep_far(sequence, part, plan, own.message)
+                # Its backward begins with this block, of which earlier slices are here already.
+                block = plan.message.unpack(own.message, plan.last_owner)
+                self._keep(sequence, part, plan.last_owner, [with_batch(x, len(k)) for x in block])
         if not keeps:
             if part == len(self.lengths) - 1:
                 del self._sequences[number]
@@ -293,37 +293,34 @@ class Sliced(Attend):
         plan = own.plan
         q = own.q
         self._agreement.agree_on_backward(own.call, dout, described(own.out), error=error)
-        device = arrays.device_of(q)
-        dtype = arrays.accumulator(q.dtype)
+        kept = sequence.kept[self._rank]
         if not sequence.sums:
-            sequence.sums = [_rows_like(x, x.shape[1], dtype) for x in sequence.kept]
-            for x in sequence.sums:
-                arrays.set_zero(x.swapaxes(1, 2))
-        keys, values = (with_batch(x, len(q)) for x in self._seen(sequence.kept, part, self._rank))
+            dtype = plan.gradients.dtype
+            sequence.sums = [rows_like(x, x.shape[1], dtype, arrays.zeros) for x in kept]
+        keys, values = (with_batch(x, len(q)) for x in self._seen(kept, part, self._rank))
+        message = None
+        if plan.steps > 1:
+            far = self._seen(sequence.kept[plan.last_owner], part, plan.last_owner)
+            message = plan.message.pack(plan.last_owner, *(with_batch(x, len(q)) for x in far))
+        own = own._replace(k=keys, v=values, message=message)
         sums = self._seen(sequence.sums, part, self._rank)
-        own = own._replace(k=keys, v=values, message=self._far_message(sequence, part, plan))
         with self._agreement.failing("the backward of a slice"):
-            kernel = kernels.chosen(q, keys, values)
-            run = RingPass(self.inner, plan, kernel)
-            if plan.steps == 1 and len(q) == len(sums[0]):
-                dq = arrays.zeros(q.shape, dtype, device)
-                block = run.block(own.scale, q, keys, values)
-                kernel.backward(block, dout, OutLse(own.out, own.lse), Gradients(dq, *sums))
-            else:
-                dq, *more = run.sums(dout, own)
-                for place, x in zip(sums, more):
+            run = RingPass(self.inner, plan, kernels.chosen(q, keys, values))
+            dq, *more = run.sums(dout, own, sums)
+            for place, x in zip(sums, more):
+                if x is not place:
                     arrays.strided_copy(with_batch(x, len(place)), place, add=True)
         sequence.due -= 1
         if not part and self._sequences.get(sequence.number) is sequence:
             del self._sequences[sequence.number]
         found = with_batch(dq, len(sums[0])), *self._own(sequence.sums, part, self._rank)
-        targets = Gradients(*(room or (arrays.empty(x.shape, q.dtype, device) for x in found)))
+        targets = Gradients(*(room or (arrays.empty_like(x, q.dtype) for x in found)))
         for x, target in zip(found, targets):
             arrays.strided_copy(x, target)
         return targets
 
-    def _unit(self) -> tuple[int, int]:
-        """The numbers of the sequence and of the slice that come next."""
+    def _unit(self) -> tuple[int, int, bool]:
+        """The numbers of the next sequence and slice, and whether a backward follows."""
         if self._now is None:
             remedy = (
                 "call begin(nn.Position(microbatch=unit)) before each forward, as "
@@ -332,29 +329,20 @@ class Sliced(Attend):
             raise ArgumentError(
                 "Sliced attends to a slice without having been told which", remedy=remedy
             )
-        return divmod(self._now.microbatch, len(self.lengths))
-
-    def _keeps(self) -> bool:
-        return self._now is not None and self._now.keeps
+        return *divmod(self._now.microbatch, len(self.lengths)), self._now.keeps
 
     def _append(self, q: Array, k: Array, v: Array, segments: np.ndarray | None) -> Given:
         """Keep the keys and values of a slice; return its options, and q, k and v that it sees."""
         check_arrays(q, k, v)
-        (number, part), keeps = self._unit(), self._keeps()
-        if any(x.shape[1] != self.slice_rows[part] for x in (q, k)):
-            raise self._wrong_rows(
-                part, q.shape[1] if q.shape[1] != self.slice_rows[part] else k.shape[1]
-            )
+        number, part, keeps = self._unit()
+        for x in (q, k):
+            if x.shape[1] != self.slice_rows[part]:
+                raise self._wrong_rows(part, x.shape[1])
         sequence = self._sequences.get(number)
-        if part == 0 and (sequence is None or not keeps):
-            kept = [_rows_like(x, sum(self.slice_rows), x.dtype) for x in (k, v)]
-            sequence = self._sequences[number] = _SlicedSequence(
-                number, kept, len(self.lengths) - 1
-            )
-        done = 0
-        if sequence is not None:
-            done = sequence.done
-        if sequence is None or part > done or (part < done and not keeps):
+        if sequence is None or (part == 0 and not keeps):
+            sequence = _SlicedSequence(number, due=len(self.lengths) - 1)
+        done = sequence.done
+        if part > done or (part < done and not keeps):
             raise ArgumentError(
                 "forwards of slices are out of order",
                 found=f"slice {part} of sequence {number} (unit "
@@ -363,54 +351,41 @@ class Sliced(Attend):
                 "before",
                 remedy="run the forwards of a sequence in rising order of its slices",
             )
-        for x, place in zip((k, v), self._own(sequence.kept, part, self._rank)):
-            if described(x) != described(place):
-                raise ArgumentError(
-                    "the keys and values of a slice are not like those of the slices before it",
-                    found=described(x),
-                    expected=described(place),
-                )
-            arrays.strided_copy(x, place)
+        self._sequences[number] = sequence
+        self._keep(sequence, part, self._rank, (k, v))
         sequence.done = max(done, part + 1)
         options = self._options[part]
         if segments is not None:
             options = replace(options, segments=None, rows=documents_of_rows(segments, len(q)))
-        keys, values = self._seen(sequence.kept, part, self._rank)
+        keys, values = self._seen(sequence.kept[self._rank], part, self._rank)
         return options, q, keys, values
+
+    def _keep(
+        self, sequence: _SlicedSequence, part: int, rank: int, block: Sequence[Array]
+    ) -> None:
+        """Keep the rows of a slice, with which the keys and values in `block` end, of a rank."""
+        if rank not in sequence.kept:
+            rows = self._spans[rank][-1][2]
+            sequence.kept[rank] = [rows_like(x, rows, x.dtype) for x in block]
+        for x, place in zip(block, self._own(sequence.kept[rank], part, rank)):
+            added = x[:, x.shape[1] - place.shape[1] :]
+            if described(added) != described(place):
+                raise ArgumentError(
+                    "the keys and values of a slice are not like those of the slices before it",
+                    found=described(added),
+                    expected=described(place),
+                )
+            arrays.strided_copy(added, place)
 
     def _own(self, both: Sequence[Array], part: int, rank: int) -> list[Array]:
         """The rows of a slice, of arrays along all rows of a rank."""
-        start, stop = self._starts[rank][part : part + 2]
+        _, start, stop = self._spans[rank][part]
         return [x[:, start:stop] for x in both]
 
     def _seen(self, both: Sequence[Array], part: int, rank: int) -> list[Array]:
         """The rows that the queries of a slice may see."""
-        stop = self._starts[rank][part + 1]
-        return [x[:, stop - self._views[part][1].length(rank) : stop] for x in both]
-
-    # In the last step of a ring a rank has the block of another one, with which its backward
-    # begins. The rows of each slice are taken from there as they come, and packed again with those
-    # before them.
-
-    def _keep_far(
-        self, sequence: _SlicedSequence, part: int, plan: RingPlan, message: Array
-    ) -> None:
-        other = (plan.rank - plan.steps + 1) % plan.layout.ranks
-        blocks = []
-        for x in plan.message.unpack(message, other):
-            blocks.append(with_batch(x, len(sequence.kept[0])))
-        if not sequence.far:
-            sequence.far = [_rows_like(x, self._starts[other][-1], x.dtype) for x in blocks]
-        for x, far in zip(blocks, self._own(sequence.far, part, other)):
-            arrays.strided_copy(x[:, x.shape[1] - far.shape[1] :], far)
-
-    def _far_message(self, sequence: _SlicedSequence, part: int, plan: RingPlan) -> Array | None:
-        if plan.steps == 1:
-            return None
-        other = (plan.rank - plan.steps + 1) % plan.layout.ranks
-        batch = plan.message.shapes.batch
-        k, v = self._seen(sequence.far, part, other)
-        return plan.message.pack(with_batch(k, batch), with_batch(v, batch), other)
+        first, _, stop = self._spans[rank][part]
+        return [x[:, first:stop] for x in both]
 
     def _wrong_rows(self, part: int, rows: int) -> ArgumentError:
         if isinstance(self.inner, Local):
@@ -442,9 +417,3 @@ def _with_slices(options: RingOptions, lengths: Sequence[int]) -> RingOptions:
             expected=f"{lengths}, the lengths of Sliced",
         )
     return replace(options, seq_len=sum(lengths), slice_lengths=lengths)
-
-
-def _rows_like(x: Array, rows: int, dtype: np.dtype) -> Array:
-    """Return memory for rows as those of x, in which the rows of a head lie together."""
-    batch, _, heads, dim = x.shape
-    return arrays.empty((batch, heads, rows, dim), dtype, arrays.device_of(x)).swapaxes(1, 2)

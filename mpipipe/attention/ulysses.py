@@ -24,7 +24,6 @@ from mpipipe.attention.ring import Ring
 from mpipipe.attention.ring_plan import RingSaved, described
 from mpipipe.comm import PartMove, Transfer, all_to_all, exchange_on
 from mpipipe.errors import ArgumentError
-from mpipipe.job import raise_on_all
 from mpipipe.text import counted
 
 
@@ -32,8 +31,7 @@ class UlyssesSaved(NamedTuple):
     """What the forward of `Ulysses` keeps for its backward."""
 
     local: RingSaved  # heads of this rank
-    of_q: list[PartMove]
-    of_kv: list[PartMove]
+    moves: tuple[list[PartMove], list[PartMove], list[PartMove]]  # of q, k and v
     shapes: tuple[Shape, Shape, Shape]  # shapes of q, k and v
     whole: Shape  # output of this rank's heads
     call: int
@@ -71,7 +69,9 @@ class Ulysses(Ring):
 
     def _forget(self) -> None:
         super()._forget()
-        self._local: Local | None = None
+        options = self.options
+        self._local = Local(options.causal, options.scale, options.window, options.segments)
+        self._local.poll = lambda: self.poll()
 
     def forward(  # type: ignore[override]  # what it saves is its own
         self, q: Array, k: Array, v: Array, segments: np.ndarray | None = None
@@ -79,7 +79,6 @@ class Ulysses(Ring):
         # a Ring with the same options is another call
         plan, _, call = self._agreed(q, k, v, segments, " all-to-all")
         size = self.group.size
-        heads = q.shape[2]
         kv_heads = k.shape[2]
         if kv_heads % size:
             problem = ArgumentError(
@@ -89,21 +88,23 @@ class Ulysses(Ring):
                 expected=f"a multiple of {size}",
                 remedy="use Ring, or other ranks of seq",
             )
-            raise_on_all(0, problem, self.group)
+            self.agreement.refuse(problem)
         with self.group.failing("the forward of Ulysses"):
             self._check_expected(plan, segments)
-            layouts = [plan.layout, plan.keys]  # keys may be another sequence
-            counts = [heads // size, kv_heads // size]
-            of_q, of_kv = (self._moves(*each) for each in zip(layouts, counts))
-            queries, keys = ((layout.seq_len, count) for layout, count in zip(layouts, counts))
-            like = (q, of_q, queries), (k, of_kv, keys), (v, of_kv, keys)
-            wholes = [_empty((x.shape[0], *span, x.shape[3]), x) for x, _, span in like]
-            self._transfer(*((x, whole, moves) for (x, moves, _), whole in zip(like, wholes)))
-            out, kept = self._attend().forward(wholes[0], wholes[1], wholes[2], segments)
+            # Keys may be another sequence.
+            of_q = self._moves(plan.layout, q.shape[2] // size)
+            of_kv = self._moves(plan.keys, kv_heads // size)
+            moves = (of_q, of_kv, of_kv)
+            wholes = []
+            for x, layout in ((q, plan.layout), (k, plan.keys), (v, plan.keys)):
+                shape = (len(x), layout.seq_len, x.shape[2] // size, x.shape[3])
+                wholes.append(_empty(shape, x))
+            self._transfer(*zip((q, k, v), wholes, moves))
+            out, kept = self._local.forward(wholes[0], wholes[1], wholes[2], segments)
             mine = _empty((*q.shape[:3], v.shape[3]), q)
             self._transfer((out, mine, of_q), transposed=True)
             return mine, UlyssesSaved(
-                kept, of_q, of_kv, (q.shape, k.shape, v.shape), out.shape, call, described(mine)
+                kept, moves, (q.shape, k.shape, v.shape), out.shape, call, described(mine)
             )
 
     def backward(  # type: ignore[override]
@@ -112,20 +113,11 @@ class Ulysses(Ring):
         self.agreement.agree_on_backward(saved.call, dout, saved.out)
         with self.group.failing("the backward of Ulysses"):
             whole = _empty(saved.whole, dout)
-            self._transfer((dout, whole, saved.of_q))
-            of_wholes = self._attend().backward(whole, saved.local)
+            self._transfer((dout, whole, saved.moves[0]))
+            of_wholes = self._local.backward(whole, saved.local)
             gradients = Gradients(*(room or [_empty(shape, dout) for shape in saved.shapes]))
-            moves = saved.of_q, saved.of_kv, saved.of_kv
-            self._transfer(*zip(of_wholes, gradients, moves), transposed=True)
+            self._transfer(*zip(of_wholes, gradients, saved.moves), transposed=True)
             return gradients
-
-    def _attend(self) -> Local:
-        """What attends for the heads of this rank."""
-        options = self.options
-        if self._local is None:
-            self._local = Local(options.causal, options.scale, options.window, options.segments)
-        self._local.poll = self.poll
-        return self._local
 
     def _moves(self, layout: Layout, heads: int) -> list[PartMove]:
         """Return the moves from shards of all heads to the whole sequence of `heads` heads."""

@@ -77,14 +77,12 @@ class Norm:
         self.stages = tuple(stages)
         self.comm = comm
         self.skip = frozenset(skip)
-        # None where no rank is asked.
-        if comm is None or comm.size == 1:
-            self._group = None
-        else:
-            self._group = group_of(comm)
+        self._group = None  # where no rank is asked
         self._rank = None
         if comm is not None:
             self._rank = comm.rank
+            if comm.size > 1:
+                self._group = group_of(comm)
         self._row: NcclRow | None = None  # set if GPUs put the norm together
         self._owners: list[NonFiniteParameter] = []  # one for each number of the row
         self._here = slice(0, 0)  # numbers of this rank
@@ -326,18 +324,11 @@ class NormOnDevice:
     def __init__(self, norm: Norm, max_norm: float, scale: float, divisor: float = 1.0) -> None:
         counted = norm._counted()
         row = norm._row
-        if row is None:
-            self._owners = _owners(counted)
-        else:
-            self._owners = norm._owners
+        self._owners = norm._owners or _owners(counted)
         self._row = row
         self._scale = scale
         with nullcontext() if row is None else row.group.failing(WHAT):
-            if row is None:
-                make = arrays.empty
-            else:
-                make = arrays.zeros
-            squares = make((len(self._owners),), np.dtype(np.float64), "cuda")
+            squares = arrays.zeros((len(self._owners),), np.dtype(np.float64), "cuda")
             start = norm._here.start
             for stage, owners, ranges in counted:
                 part = squares[start : start + len(owners)]

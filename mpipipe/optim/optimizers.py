@@ -37,8 +37,8 @@ class Optimizer(Protocol):
 class FlatOptimizer:
     """State buffers that are laid out as the parameters, and steps piece by piece."""
 
-    # It updates a piece: kernels, parameters, gradients, state, learning rate, weight decay, how.
-    _update: Callable[[Kernels, Array, Array, State, float, float, Update], None]
+    # It updates a piece: kernels; parameters, gradients and state; learning rate, decay, how.
+    _update: Callable[[Kernels, Sequence[Array], float, float, Update], None]
 
     def __init__(
         self,
@@ -133,21 +133,17 @@ class FlatOptimizer:
             parameters = self._shards.originals[number]
         if parameters is None:
             parameters = stage.parameters.flat[slice(*share)]
-        gradients = stage.gradients.flat
+        gradients = stage.gradients.flat[slice(*share)]
+        buffers = [parameters, gradients, *self.state[number].values()]
         copy = stage.kept_copy
         # Pieces are cut in each step, since a pipeline may have shortened the parameters.
         for at, factor, decay, ranges in pieces(stage, self.groups, share):
             place = slice(at.start - share[0], at.stop - share[0])
-            state = {}
-            for kind, buffer in self.state[number].items():
-                state[kind] = buffer[place]
+            piece = [x[place] for x in buffers]
             if decay is None:
                 decay = self.weight_decay
             update = Update(scale, ranges, None if copy is None else copy[at])
-            kernels = stage.kernels
-            self._update(
-                kernels, parameters[place], gradients[at], state, rate * factor, decay, update
-            )
+            self._update(stage.kernels, piece, rate * factor, decay, update)
 
     def whole_parameters(self) -> AbstractContextManager[None]:
         """Make `stage.parameters` whole within this context; collective.
@@ -290,20 +286,14 @@ class AdamW(FlatOptimizer):
         self.eps = eps
 
     def _update(
-        self,
-        kernels: Kernels,
-        p: Array,
-        g: Array,
-        state: State,
-        rate: float,
-        decay: float,
-        how: Update,
+        self, kernels: Kernels, buffers: Sequence[Array], rate: float, decay: float, how: Update
     ) -> None:
         b1, b2 = self.betas
         numbers = AdamWNumbers(
             b1, b2, self.eps, rate, 1 - b1**self.steps, 1 - b2**self.steps, shrink=1 - rate * decay
         )
-        kernels.adamw(p, g, state["first"], state["second"], numbers, how)
+        parameters, gradients, first, second = buffers
+        kernels.adamw(parameters, gradients, first, second, numbers, how)
 
 
 class SGD(FlatOptimizer):
@@ -343,16 +333,11 @@ class SGD(FlatOptimizer):
         self.momentum = momentum
 
     def _update(
-        self,
-        kernels: Kernels,
-        p: Array,
-        g: Array,
-        state: State,
-        rate: float,
-        decay: float,
-        how: Update,
+        self, kernels: Kernels, buffers: Sequence[Array], rate: float, decay: float, how: Update
     ) -> None:
-        kernels.sgd(p, g, state.get("momentum"), self.momentum, decay, rate, how)
+        parameters, gradients, *kept = buffers
+        momentum = kept[0] if kept else None
+        kernels.sgd(parameters, gradients, momentum, self.momentum, decay, rate, how)
 
 
 def _checked_stages(stages: Sequence[object]) -> list[PipelineStage]:

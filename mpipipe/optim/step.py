@@ -232,45 +232,34 @@ def scaled_step(
     array([0.5, 0.5, 0.5, 0.5], dtype=float32)
     """
     norm = norm_of(max_norm, optimizer.stages, comm, skip, over)
+    scale = scaler.scale
     if norm.on_device:
-        return _step_on_device(optimizer, scaler, max_norm, lr, norm)
-    measured = norm.measure(scaler.scale)
-    if not _is_good(measured, scaler, norm):
-        return None
-    factor = 1.0
-    if measured.norm > max_norm:
-        factor = max_norm / measured.norm
-    optimizer.step(lr=lr, scale=factor / scaler.scale)
-    return measured.norm
-
-
-def _is_good(measured: MeasuredNorm, scaler: LossScaler, norm: Norm) -> bool:
-    """Update the scaler; raise NonFiniteError where no smaller scale can help."""
+        # On the GPU: compute the norm, then step or skip, without waiting for the host.
+        scaler.read_norms(wait=False)
+        begun = NormOnDevice(norm, max_norm, scale, divisor=scale)
+        optimizer.step(lr=lr, scale=begun.factor)
+        if not scaler.dynamic and not norm.is_shared:
+            scaler.update(finite=True)
+            made = NormOfStep(begun, norm, optimizer)
+            scaler.unread.append(made)
+            return made
+        # The scale of the next step depends on this norm, or other ranks may fail.
+        measured = begun.result()
+        if measured.bad is not None:
+            optimizer.steps -= 1  # the device has not made it
+    else:
+        measured = norm.measure(scale)
     if measured.bad is not None and not scaler.can_shrink:
         measured.bad.refuse(norm.comm)
     scaler.update(measured.bad is None)
-    return measured.bad is None
-
-
-def _step_on_device(
-    optimizer: FlatOptimizer, scaler: LossScaler, max_norm: float, lr: float | None, norm: Norm
-) -> float | NormOfStep | None:
-    """On the GPU: compute the norm, then step or skip, without waiting for the host."""
-    scaler.read_norms(wait=False)
-    begun = NormOnDevice(norm, max_norm, scaler.scale, divisor=scaler.scale)
-    optimizer.step(lr=lr, scale=begun.factor)
-    if not scaler.dynamic and not norm.is_shared:
-        scaler.update(finite=True)
-        made = NormOfStep(begun, norm, optimizer)
-        scaler.unread.append(made)
-        return made
-    # The scale of the next step depends on this norm, or other ranks may fail.
-    measured = begun.result()
     if measured.bad is not None:
-        optimizer.steps -= 1  # the device has not made it
-    if _is_good(measured, scaler, norm):
-        return measured.norm
-    return None
+        return None
+    if not norm.on_device:
+        factor = 1.0
+        if measured.norm > max_norm:
+            factor = max_norm / measured.norm
+        optimizer.step(lr=lr, scale=factor / scale)
+    return measured.norm
 
 
 @total_ordering

@@ -30,51 +30,34 @@ def events(
     found = list(_names(records))
     for record, steps in zip(records, pieces):
         for number, (step, parts) in enumerate(zip(record.steps, steps)):
+            spans = []
             for piece in parts:
-                place = (record.rank, MEASURED, zero)
-                if piece.action is None:
-                    name = piece.name
-                else:
+                name = piece.name
+                if piece.action is not None:
                     name = predicted.schedule.cell(piece.action)
-                found.append(_span(name, piece.part, (piece.start, piece.end), place, step=number))
+                spans.append((MEASURED, name, piece.part, piece.start, piece.end))
             first = min((start for _, start, _ in step.actions), default=step.start)
             origin = first - predicted.starts[record.position][0]
             for action, start, end in predicted.spans[record.position]:
-                place = (record.rank, PREDICTED, zero)
                 name = predicted.schedule.cell(action)
-                found.append(
-                    _span(name, action.op, (origin + start, origin + end), place, step=number)
-                )
+                spans.append((PREDICTED, name, action.op, origin + start, origin + end))
+            for row, name, kind, start, end in spans:
+                event = {"ph": "X", "name": name, "cat": kind, "pid": record.rank, "tid": row}
+                times = {"ts": (start - zero) * MICRO, "dur": (end - start) * MICRO}
+                found.append({**event, "args": {"step": number}, **times})
     return found + list(_arrows(records, zero))
 
 
 def _names(records: Sequence[RankRecord]) -> Iterable[Values]:
     for record in records:
-        name = f"rank {record.rank}"
-        yield {
-            "ph": "M",
-            "name": "process_name",
-            "pid": record.rank,
-            "tid": 0,
-            "args": {"name": name},
-        }
-        for row, title in ((MEASURED, "measured"), (PREDICTED, "predicted")):
-            yield {
-                "ph": "M",
-                "name": "thread_name",
-                "pid": record.rank,
-                "tid": row,
-                "args": {"name": title},
-            }
-
-
-def _span(
-    name: str, kind: str, times: tuple[float, float], place: tuple[int, int, float], **facts: object
-) -> Values:
-    start, end = times
-    rank, row, zero = place
-    event = {"ph": "X", "name": name, "cat": kind, "pid": rank, "tid": row, "args": facts}
-    return {**event, "ts": (start - zero) * MICRO, "dur": (end - start) * MICRO}
+        titles = (
+            ("process_name", 0, f"rank {record.rank}"),
+            ("thread_name", MEASURED, "measured"),
+            ("thread_name", PREDICTED, "predicted"),
+        )
+        for kind, row, title in titles:
+            args = {"name": title}
+            yield {"ph": "M", "name": kind, "pid": record.rank, "tid": row, "args": args}
 
 
 def _arrows(records: Sequence[RankRecord], zero: float) -> Iterable[Values]:

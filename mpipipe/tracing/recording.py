@@ -94,7 +94,7 @@ class Recording:
         if replicas is not None:
             key = replicas.key
         steps = steps_of(self._recorder, key, planned, self._schedule.slices)
-        clock = (before.at, before.ahead), (after.at, after.ahead)
+        clock = before[:2], after[:2]
         skips = []
         for edge, ends in enumerate(pipeline.schedule.skip_ends, pipeline.schedule.stages):
             skips.append((edge, *ends))

@@ -17,19 +17,18 @@ the last of them had come. A wait for one rank to take or to send something else
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import pairwise
 from statistics import fmean, median
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
-from mpipipe.schedules import Action, Costs, Schedule, Timeline, simulate
+from mpipipe.schedules import Action, Costs, Schedule, simulate
 from mpipipe.tracing.records import RankRecord, StepRecord, Waited, deliveries
 
 LATE = "late"
 ORDER = ("compute", "reading", LATE, "transfer", "sums", "optimizer", "overhead")
-Interval: TypeAlias = tuple[float, float]  # start and end, in seconds
 # What spans of a recorder went into, and their names, by the recorder's first words for them.
 SPANS = {
     "all-reduce": ("sums", "start of sums"),
@@ -111,12 +110,11 @@ def _divided(step: StepRecord, number: int, replica: int, peers: Peers) -> list[
             found.append(Segment(arrived, wait.end, "transfer", wait.what))
         elif wait.sums:
             found.append(Segment(arrived, wait.end, "sums", wait.what))
-    return _painted(found, (step.start, step.end))
+    return _painted(found, step.start, step.end)
 
 
-def _painted(found: Iterable[Segment], whole: Interval) -> list[Segment]:
+def _painted(found: Iterable[Segment], begin: float, stop: float) -> list[Segment]:
     """Give each moment to the piece whose part comes first, else to overhead."""
-    begin, stop = whole
     overhead = Segment(begin, stop, "overhead", "overhead")
     pieces = sorted([*found, overhead], key=lambda piece: (piece.start, piece.end))
     times = set()
@@ -182,23 +180,21 @@ def parts_of_steps(
     idle = idle_times(schedule, costs)
     parts = []
     for record, steps in zip(records, pieces):
-        of_rank = {name: seconds[record.position] for name, seconds in idle.items()}
-        parts.append([_parts(step, of_rank) for step in steps])
+        parts.append([_parts(step, *idle[record.position]) for step in steps])
     return parts
 
 
-def _parts(step: Sequence[Segment], idle: Mapping[str, float]) -> dict[str, float]:
-    parts = dict.fromkeys(PARTS, 0.0)
-    late = 0.0
+def _parts(
+    step: Sequence[Segment], mean: float, stages: float, messages: float
+) -> dict[str, float]:
+    parts = dict.fromkeys((*PARTS, LATE), 0.0)
     for piece in step:
-        if piece.part == LATE:
-            late += piece.end - piece.start
-        else:
-            parts[piece.part] += piece.end - piece.start
+        parts[piece.part] += piece.end - piece.start
+    late = parts.pop(LATE)
     claims = {
-        "bubble": min(idle["mean"], idle["stages"]),
-        "imbalance": idle["stages"] - idle["mean"],
-        "transfer": idle["messages"] - idle["stages"] - parts["transfer"],
+        "bubble": min(mean, stages),
+        "imbalance": stages - mean,
+        "transfer": messages - stages - parts["transfer"],
     }
     for part, seconds in claims.items():
         taken = min(late, max(0.0, seconds))
@@ -249,32 +245,26 @@ def of_mean_stages(costs: Costs, stages: int) -> Costs:
     """Return the costs of stages that are all like the mean one, with free messages."""
 
     def mean(name: str) -> float:
-        counted = []
-        for value in costs.per_stage(name, stages):
-            if value > 0:
-                counted.append(value)
-        if counted:
-            return fmean(counted)
-        return 0.0
+        measured = [*filter(None, costs.per_stage(name, stages))]
+        return fmean(measured or [0.0])
 
     return Costs(
         mean("forward"), mean("input_grad"), mean("weight_grad"), transfer=0.0, slices=costs.slices
     )
 
 
-def idle_times(schedule: Schedule, costs: Costs) -> Mapping[str, list[float]]:
-    """Return how long each rank of a pipeline idles in a step of the simulation.
+def idle_times(schedule: Schedule, costs: Costs) -> list[tuple[float, float, float]]:
+    """Return how long each rank of a pipeline idles in a step of three simulations.
 
-    "mean": were all stages alike and messages free. "stages": with the costs of each stage, and
-    messages free. "messages": with the times of messages, too.
+    The first: were all stages alike and messages free. The second: with the costs of each stage,
+    and messages free. The third: with the times of messages, too.
     """
-    return {
-        "mean": _idle(simulate(schedule, of_mean_stages(costs, schedule.stages))),
-        "stages": _idle(simulate(schedule, replace(costs, transfer=0.0))),
-        "messages": _idle(simulate(schedule, costs)),
-    }
+    alike = _idle(schedule, of_mean_stages(costs, schedule.stages))
+    free = _idle(schedule, replace(costs, transfer=0.0))
+    return [*zip(alike, free, _idle(schedule, costs))]
 
 
-def _idle(timeline: Timeline) -> list[float]:
-    busy = [sum(map(timeline.duration, order)) for order in timeline.schedule.orders]
+def _idle(schedule: Schedule, costs: Costs) -> list[float]:
+    timeline = simulate(schedule, costs)
+    busy = [sum(map(timeline.duration, order)) for order in schedule.orders]
     return [timeline.makespan - seconds for seconds in busy]

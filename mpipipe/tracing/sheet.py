@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from mpipipe import files
 from mpipipe.errors import ArgumentError, StorageError
-from mpipipe.schedules import Schedule
+from mpipipe.schedules import Schedule, Timeline
 from mpipipe.text import counted, optional_library
 
 # -- Colours that readers who are colour-blind tell apart, and that differ in lightness on paper ---
@@ -90,7 +90,7 @@ SETTINGS = {
 
 
 class Sheet:
-    """A figure placed in points from the top left corner; `end_at` says how high it is.
+    """A figure placed in points from the top left corner; `add_rows` says how high it is.
 
     `ink` are axes over the whole sheet, in points, for title, key and labels. `name` is what a
     reader hears who cannot see the picture.
@@ -101,36 +101,17 @@ class Sheet:
 
         self.name = ""
         self.figure = Figure(facecolor="white")
-        self.places: list[tuple[Any, float, float, float, float]] = []
         self.ink = self.figure.add_axes((0, 0, 1, 1), facecolor="none")
         self.ink.set_axis_off()
-        self.end_at(WIDTH)
-
-    def axes(self, left: float, top: float, width: float, height: float) -> Any:
-        """Return new axes at this place."""
-        made = self.figure.add_axes((0, 0, 1, 1), facecolor="none", label=str(len(self.places)))
-        self.places.append((made, left, top, width, height))
-        self.end_at(self.height)
-        return made
-
-    def end_at(self, height: float) -> None:
-        """Give the sheet this height."""
-        self.height = height
-        self.figure.set_size_inches(WIDTH / 72, height / 72)
-        self.ink.set(xlim=(0, WIDTH), ylim=(height, 0))
-        for axes, left, top, width, tall in self.places:
-            axes.set_position(
-                (left / WIDTH, 1 - (top + tall) / height, width / WIDTH, tall / height)
-            )
 
     def text(self, x: float, y: float, text: str, **options: Any) -> Any:
         """Write one line of text whose middle is at the height `y`."""
         return self.ink.text(x, y, text, **{"va": "center", "fontsize": TEXT, **options})
 
-    def title(self, left: str, right: str = "") -> None:
+    def title(self, schedule: Schedule, right: str) -> None:
         """Write the first line: what it is, and what comes out."""
-        self.name = left
-        self.text(MARGIN, 12, left, fontsize=TITLE, fontweight="bold")
+        self.name = f"{schedule.name}: {counted(schedule.ranks, 'rank')}, {schedule.batch}"
+        self.text(MARGIN, 12, self.name, fontsize=TITLE, fontweight="bold")
         self.text(WIDTH - MARGIN, 12, right, ha="right")
 
     def width_of(self, text: Any) -> float:
@@ -169,12 +150,22 @@ class Sheet:
         return y + LINE / 2
 
 
-def draw(path: str | os.PathLike[str], make: Callable[[], Sheet]) -> None:
-    """Draw what `make` draws, and write it; all that can be wrong with the file is found before."""
+def draw(
+    path: str | os.PathLike[str], timeline: Timeline, make: Callable[[Timeline], Sheet]
+) -> None:
+    """Draw a timeline by `make`, and write it; all that can be wrong is found before."""
+    boxes = sum(map(len, timeline.spans))
+    if boxes > MOST_BOXES:
+        raise ArgumentError(
+            "there are more actions than a picture can show",
+            found=counted(boxes, "action"),
+            expected=f"at most {MOST_BOXES}",
+            remedy="draw fewer ranks or micro-batches: a schedule repeats itself",
+        )
     target, kind = _target(path)
     style = _library()
     with style.context(["default", SETTINGS]):  # whatever the user's matplotlibrc says
-        sheet = make()
+        sheet = make(timeline)
         content = io.BytesIO()
         metadata: dict[str, str | None] = {"Title": sheet.name}
         if kind == "svg":
@@ -220,11 +211,6 @@ def _target(path: str | os.PathLike[str]) -> tuple[Path, str]:
     return target, kind
 
 
-def subject(schedule: Schedule) -> str:
-    """Return what a picture of one schedule is called."""
-    return f"{schedule.name}: {counted(schedule.ranks, 'rank')}, {schedule.batch}"
-
-
 def _library() -> Any:
     otherwise = "; schedules.timeline draws a schedule as text without it"
     return optional_library("matplotlib.style", "draw pictures", "plot", otherwise)
@@ -251,28 +237,23 @@ AXIS = 36.0  # points below the rows, for numbers and name of the axis of time
 MOST_BOXES = 100_000  # more than a picture has room for; drawing them takes several seconds
 
 
-def check_boxes(count: int) -> None:
-    """Raise ArgumentError if there are more actions than a picture can show."""
-    if count > MOST_BOXES:
-        raise ArgumentError(
-            "there are more actions than a picture can show",
-            found=counted(count, "action"),
-            expected=f"at most {MOST_BOXES}",
-            remedy="draw fewer ranks or micro-batches: a schedule repeats itself",
-        )
-
-
-def height_of_row(rows: int, wanted: float) -> float:
-    """Return the points from one row to the next."""
-    return min(wanted, TALLEST / rows)
-
-
 def add_rows(
-    sheet: Sheet, top: float, ranks: int, row: float, longest: float, *, right: float = RIGHT
-) -> Any:
-    """Return axes with rank r between r and r + 1 downwards, and time to `longest`."""
-    axes = sheet.axes(LEFT, top, WIDTH - LEFT - right, ranks * row)
-    axes.set(xlim=(0, longest or 1.0), ylim=(ranks, 0))
+    sheet: Sheet, top: float, timeline: Timeline, wanted: float, right: float = RIGHT
+) -> tuple[Any, float]:
+    """Return axes with rank r between r and r + 1 downwards, and the points of a row.
+
+    They are the last of the sheet; `wanted` are the points of a row if there are few.
+    """
+    ranks = timeline.schedule.ranks
+    row = min(wanted, TALLEST / ranks)
+    rows = ranks * row
+    height = top + rows + AXIS
+    sheet.figure.set_size_inches(WIDTH / 72, height / 72)
+    sheet.ink.set(xlim=(0, WIDTH), ylim=(height, 0))
+    place = LEFT / WIDTH, 1 - (top + rows) / height, (WIDTH - LEFT - right) / WIDTH, rows / height
+    axes = sheet.figure.add_axes(place, facecolor="none", label="0")
+    axes.set(xlim=(0, timeline.makespan or 1.0), ylim=(ranks, 0))
+    axes.set_xlabel("time, in the unit of the costs", fontsize=TEXT, labelpad=2)
     every = int(-(-NAMES_APART // row))
     named = range(0, ranks, every)
     middles = [rank + 0.5 for rank in named]
@@ -281,4 +262,4 @@ def add_rows(
     axes.tick_params(axis="x", labelsize=SMALL)
     for side in ("top", "left", "right"):
         axes.spines[side].set_visible(False)
-    return axes
+    return axes, row

@@ -49,35 +49,29 @@ def draw_timeline(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     ...     os.listdir(folder)
     ['1f1b.svg']
     """
-    paper.check_boxes(sum(map(len, timeline.spans)))
-    paper.draw(path, lambda: _sheet(timeline))
+    paper.draw(path, timeline, _sheet)
 
 
 def _sheet(timeline: Timeline) -> paper.Sheet:
     schedule = timeline.schedule
-    row = paper.height_of_row(schedule.ranks, ROW)
     ops = {action.op for order in schedule.orders for action in order}
     notes = ["white: bubble"]
     if schedule.chunks > 1:
         notes.append("lighter: later chunk")
     sheet = paper.Sheet()
     sheet.title(
-        paper.subject(schedule),
-        f"makespan {timeline.makespan:.4g}, bubble {timeline.bubble_fraction:.1%}",
+        schedule, f"makespan {timeline.makespan:.4g}, bubble {timeline.bubble_fraction:.1%}"
     )
     looks = []
     for op, look in paper.OPS.items():
         if op in ops:
             looks.append(look)
     top = sheet.key(TOP, looks, schedule.chunks, notes) + 4
-    axes = paper.add_rows(sheet, top, schedule.ranks, row, timeline.makespan)
-    _fill(axes, timeline, row)
-    axes.set_xlabel("time, in the unit of the costs", fontsize=paper.TEXT, labelpad=2)
-    sheet.end_at(top + schedule.ranks * row + paper.AXIS)
+    _fill(*paper.add_rows(sheet, top, timeline, ROW), timeline)
     return sheet
 
 
-def _fill(axes: Any, timeline: Timeline, row: float) -> None:
+def _fill(axes: Any, row: float, timeline: Timeline) -> None:
     """Draw the boxes of all ranks."""
     schedule = timeline.schedule
     longest = axes.get_xlim()[1]
@@ -156,8 +150,7 @@ def draw_memory(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     `Timeline.peak_activations`. All rows have one scale. Files and errors are as for
     `draw_timeline`.
     """
-    paper.check_boxes(sum(map(len, timeline.spans)))
-    paper.draw(path, lambda: _memory_sheet(timeline))
+    paper.draw(path, timeline, _memory_sheet)
 
 
 def profile(timeline: Timeline, rank: int) -> tuple[Sequence[float], Sequence[int]]:
@@ -181,9 +174,8 @@ def profile(timeline: Timeline, rank: int) -> tuple[Sequence[float], Sequence[in
 def _memory_sheet(timeline: Timeline) -> paper.Sheet:
     schedule = timeline.schedule
     peaks = timeline.peak_activations
-    row = paper.height_of_row(schedule.ranks, MEMORY_ROW)
     sheet = paper.Sheet()
-    sheet.title(paper.subject(schedule), f"largest peak {max(peaks)}, smallest {min(peaks)}")
+    sheet.title(schedule, f"largest peak {max(peaks)}, smallest {min(peaks)}")
     if schedule.chunks == 1:
         part = ""
     else:
@@ -191,7 +183,7 @@ def _memory_sheet(timeline: Timeline) -> paper.Sheet:
     words = f"activations that each rank holds{part}; dotted: the largest peak of all ranks"
     sheet.text(paper.MARGIN, TOP + paper.LINE / 2, words)
     top = TOP + paper.LINE + 4
-    axes = paper.add_rows(sheet, top, schedule.ranks, row, timeline.makespan, right=PEAKS)
+    axes, row = paper.add_rows(sheet, top, timeline, MEMORY_ROW, PEAKS)
     scale = FULL / max(1, *peaks)
     for rank, peak in enumerate(peaks):
         times, counts = profile(timeline, rank)
@@ -210,6 +202,4 @@ def _memory_sheet(timeline: Timeline) -> paper.Sheet:
         )
         if row >= 10 or rank % int(-(-10 // row)) == 0:
             sheet.text(paper.WIDTH - PEAKS + 6, top + (rank + 0.55) * row, f"peak {peak}")
-    axes.set_xlabel("time, in the unit of the costs", fontsize=paper.TEXT, labelpad=2)
-    sheet.end_at(top + schedule.ranks * row + paper.AXIS)
     return sheet

@@ -194,7 +194,7 @@ def forwards(attend, whole, units, **options):
 
 def buffers(attend):
     """Weak references to the memory of all sequences under way."""
-    return [weakref.ref(x.base) for sequence in attend._sequences.values() for x in sequence.kept]
+    return [weakref.ref(x.base) for sequence in attend._sequences.values() for x in sequence.kept[0]]
 
 
 def test_buffers_live_from_the_first_forward_to_the_last_backward():

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from mpipipe import optim
+from mpipipe import nn, optim
 from mpipipe.errors import ArgumentError
 
 RANDOM = np.random.default_rng(13)
@@ -45,6 +45,14 @@ def test_the_defaults_are_those_of_the_field_and_a_static_scale_stays():
         static.update(finite)
         scales.append(scaler.scale)
     assert scales == [65536] * 1999 + [131072, 65536] and (scaler.skipped, static.scale) == (1, 128)
+
+
+def test_the_step_with_which_the_scale_grows_has_the_scale_of_its_gradients():
+    stage = nn.Stage([nn.RMSNorm(2)])
+    optimizer, scaler = optim.SGD([stage], lr=0.5), optim.LossScaler(8.0, interval=1)
+    stage.gradients.flat[...] = 8
+    optim.scaled_step(optimizer, scaler)
+    assert scaler.scale == 16 and stage.parameters["0.gain"].tolist() == [0.5, 0.5]
 
 
 @pytest.mark.parametrize(

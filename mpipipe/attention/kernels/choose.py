@@ -67,10 +67,9 @@ def _device_kernel(name: str, q: Array, k: Array, v: Array) -> str:
     verdict = cudnn_graph.available()
     if name == "cudnn":
         _require_cudnn(verdict)
+    refused = verdict.reason
     if verdict.usable:
         refused = cudnn_graph.refusal(q, k, v)
-    else:
-        refused = verdict.reason
     if name == "cudnn" and refused:
         raise ArgumentError(
             f"{VARIABLE}=cudnn asks for cuDNN, which does not do these arrays",

@@ -24,7 +24,14 @@ from mpipipe.arrays import THREADS, DeviceArray, blocks_of, copied, strided_copy
 from mpipipe.attention import mask
 from mpipipe.attention.kernels import cudnn_graph, cupy
 from mpipipe.attention.kernels.cudnn_graph import fits, request_for
-from mpipipe.attention.kernels.interface import Gradients, KVBlock, OutLse, new_result, no_poll
+from mpipipe.attention.kernels.interface import (
+    Gradients,
+    KVBlock,
+    OutLse,
+    new_result,
+    new_sums,
+    no_poll,
+)
 from mpipipe.attention.mask import Slice
 
 OF_KEYS = ("k", "v", "dk", "dv")  # arrays along the keys; the others are along the queries
@@ -33,41 +40,35 @@ Named: TypeAlias = "dict[str, DeviceArray]"
 
 def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
     """As `AttentionKernel.forward`; `result` is C-contiguous, unless it is to be overwritten."""
-    if not result.out.size:
-        return
     block = _fitting_block(block)
     if not overwrite:
         _merge_slices(block, result)
         return
     dtype = block.q.dtype
-    direct = result.out.dtype == dtype and fits(result.out)
-    if direct:
-        target = result
-    else:
+    target = result
+    if result.out.dtype != dtype or not fits(result.out):
         target = new_result(block.q, block.v, dtype, overwrite)
     for part in block.slices:
         _attend(block, part, target, 0)
         block.poll()
-    if not direct:
+    if target is not result:
         for place, x in zip(result, target):
             strided_copy(x, place)
 
 
 def _merge_slices(block: KVBlock, result: OutLse) -> None:
     """Attend for all slices of the same queries, and merge BLOCKS of them at once."""
-    pending: list[PendingRows] = []
-    for column in _columns(block.slices):
-        if len(pending) == BLOCKS:
-            merge(pending, result)
-            pending.clear()
-        start = column[0].q_start
-        stop = column[-1].q_stop
-        rows = new_result(block.q[:, start:stop], block.v, block.q.dtype, overwrite=True)
-        for part in column:
-            _attend(block, part, rows, start)
-            block.poll()
-        pending.append(PendingRows(*rows, np.int32(start), np.int32(stop)))
-    if pending:
+    columns = _columns(block.slices)
+    for first in range(0, len(columns), BLOCKS):
+        pending = []
+        for column in columns[first : first + BLOCKS]:
+            start = column[0].q_start
+            stop = column[-1].q_stop
+            rows = new_result(block.q[:, start:stop], block.v, block.q.dtype, overwrite=True)
+            for part in column:
+                _attend(block, part, rows, start)
+                block.poll()
+            pending.append(PendingRows(*rows, np.int32(start), np.int32(stop)))
         merge(pending, result)
 
 
@@ -87,18 +88,11 @@ def _attend(block: KVBlock, part: Slice, result: OutLse, start: int) -> None:
     rows = slice(part.q_start - start, part.q_stop - start)
     out = result.out[:, rows]
     place = result.lse[:, :, rows]
-    if place.flags.c_contiguous:
-        lse = place
-    else:
-        lse = arrays.empty(place.shape, place.dtype, "cuda")
+    lse = place
+    if not place.flags.c_contiguous:
+        lse = arrays.empty_like(place)
     given = _parts(dict(q=block.q, k=block.k, v=block.v), part) | dict(out=out, lse=lse)
-    request = request_for("forward", given, block.scale, part)
-    plan = None
-    if request is not None:
-        plan = cudnn_graph.plan(request)
-    if plan is not None:
-        cudnn_graph.run(plan, given)
-    else:
+    if not cudnn_graph.run(_plan("forward", given, block.scale, part), given):
         whole = part._replace(q_start=0, q_stop=out.shape[1], k_start=0, k_stop=given["k"].shape[1])
         cupy.forward(
             KVBlock(given["q"], given["k"], given["v"], block.scale, [whole]),
@@ -109,38 +103,41 @@ def _attend(block: KVBlock, part: Slice, result: OutLse, start: int) -> None:
         strided_copy(lse, place)
 
 
+def _plan(direction: str, given: Named, scale: float, part: Slice) -> cudnn_graph.GraphPlan | None:
+    """The plan for one slice, None if cuDNN does not do it; adds to `given` what it takes too."""
+    request = request_for(direction, given, scale, part)
+    if request is None:
+        return None
+    if request.padded:
+        batch, seq = given["q"].shape[:2]
+        given |= _lengths(batch, seq, given["k"].shape[1])
+    return cudnn_graph.plan(request)
+
+
 class _Pass(NamedTuple):
-    """A backward over the slices that have rows, with arrays that cuDNN takes."""
+    """A backward with arrays that cuDNN takes."""
 
     block: KVBlock
     dout: DeviceArray
     result: OutLse
 
-    def call(self, part: Slice, found: Named) -> _CudnnCall:
-        """The call for one slice; `found` are dq, dk and dv of its rows and keys."""
+    def call(self, part: Slice, found: Named) -> tuple[cudnn_graph.GraphPlan | None, Named]:
+        """The plan for one slice, and its arrays; `found` are dq, dk and dv of rows and keys."""
         block = self.block
         lse = self.result.lse[:, :, part.q_start : part.q_stop]
+        if not lse.flags.c_contiguous:
+            lse = copied(lse)
         whole = dict(dout=self.dout, q=block.q, k=block.k, v=block.v, out=self.result.out)
-        given = (
-            _parts(whole, part) | found | dict(lse=lse if lse.flags.c_contiguous else copied(lse))
-        )
-        request = request_for("backward", given, block.scale, part)
-        if request is None:
-            return _CudnnCall(given, None)
-        if request.padded:
-            batch, seq = given["q"].shape[:2]
-            given |= _lengths(batch, seq, given["k"].shape[1])
-        return _CudnnCall(given, cudnn_graph.plan(request))
+        given = _parts(whole, part) | found | dict(lse=lse)
+        return _plan("backward", given, block.scale, part), given
 
     def add(self, sums: Gradients) -> None:
         """Add what each slice gives to `sums`."""
         for part in self.block.slices:
             places = _parts(sums._asdict(), part)
             dtype = self.block.q.dtype
-            found = {name: arrays.empty(x.shape, dtype, "cuda") for name, x in places.items()}
-            given, plan = self.call(part, found)
-            if plan is not None:
-                cudnn_graph.run(plan, given)
+            found = {name: arrays.empty_like(x, dtype) for name, x in places.items()}
+            if cudnn_graph.run(*self.call(part, found)):
                 for name, place in places.items():
                     strided_copy(found[name], place, add=True)
             else:
@@ -149,50 +146,33 @@ class _Pass(NamedTuple):
             self.block.poll()
 
 
-class _CudnnCall(NamedTuple):
-    """The arrays of one call by name, and its plan; None if cuDNN does not do it."""
-
-    given: Named
-    plan: cudnn_graph.GraphPlan | None
-
-
 def backward(
     block: KVBlock, dout: DeviceArray, result: OutLse, gradients: Gradients, overwrite: bool = False
 ) -> None:
     """As `AttentionKernel.backward`."""
-    work = _backward_pass(block, dout, result)
+    block = _fitting_block(block)
+    work = _Pass(block, _fitting(dout), result._replace(out=_fitting(result.out)))
     if not overwrite:
         work.add(gradients)
         return
-    slices = work.block.slices
     names = gradients._asdict()
-    keys = [(part.k_start, part.k_stop) for part in slices]
+    keys = [(part.k_start, part.k_stop) for part in block.slices]
     fitting = all(x.dtype == block.q.dtype and fits(x) for x in gradients)
     if (
         fitting
-        and mask.each_row_once(slices, block.q.shape[1])
+        and mask.each_row_once(block.slices, block.q.shape[1])
         and mask.covers_once(keys, block.k.shape[1])
     ):
-        calls = [work.call(part, _parts(names, part)) for part in slices]
-        if all(call.plan is not None for call in calls):
-            for given, plan in calls:
-                if plan is not None:
-                    cudnn_graph.run(plan, given)
+        calls = [work.call(part, _parts(names, part)) for part in block.slices]
+        if all(plan is not None for plan, _ in calls):
+            for call in calls:
+                cudnn_graph.run(*call)
                 block.poll()
             return
-    sums = Gradients(*(arrays.zeros(x.shape, result.lse.dtype, "cuda") for x in gradients))
+    sums = Gradients(*map(new_sums, (block.q, block.k, block.v)))
     work.add(sums)
     for found, target in zip(sums, gradients):
         strided_copy(found, target)
-
-
-def _backward_pass(block: KVBlock, dout: DeviceArray, result: OutLse) -> _Pass:
-    slices = []
-    for part in block.slices:
-        if result.out.size:
-            slices.append(part)
-    block = replace(_fitting_block(block), slices=slices)
-    return _Pass(block, _fitting(dout), result._replace(out=_fitting(result.out)))
 
 
 def _fitting_block(block: KVBlock) -> KVBlock:

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray, Shape, element_strides
 from mpipipe.attention.mask import Slice
@@ -21,7 +23,11 @@ from mpipipe.errors import BackendError
 KEPT = 256  # plans of one thread
 NAMES = ("q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv", "q_lengths", "k_lengths")
 UIDS = {name: number for number, name in enumerate(NAMES, 1)}
-INPUTS = {"forward": ("q", "k", "v"), "backward": ("q", "k", "v", "out", "dout")}
+# Arrays by the names of cuDNN's arguments.
+INPUTS = {
+    "forward": {"q": "q", "k": "k", "v": "v"},
+    "backward": {"q": "q", "k": "k", "v": "v", "o": "out", "dO": "dout"},
+}
 
 
 class GraphRequest(NamedTuple):
@@ -78,16 +84,13 @@ def build(cudnn: ModuleType, request: GraphRequest, handle: Any = None, **option
             shapes[name] = (shapes["q"][0][0], 1, 1, 1), (1, 1, 1, 1)
             asked[option] = tensor(name, cudnn.data_type.INT32)
         asked["use_padding_mask"] = True
-    inputs = {name: tensor(name) for name in INPUTS[request.direction]}
+    inputs = {argument: tensor(name) for argument, name in INPUTS[request.direction].items()}
     if request.direction == "forward":
         out, lse = graph.sdpa(**inputs, generate_stats=True, **asked)
         result(out, "out")
         result(lse, "lse", single)
     else:
-        given = dict(
-            q=inputs["q"], k=inputs["k"], v=inputs["v"], o=inputs["out"], dO=inputs["dout"]
-        )
-        gradients = graph.sdpa_backward(**given, stats=tensor("lse", single), **asked)
+        gradients = graph.sdpa_backward(**inputs, stats=tensor("lse", single), **asked)
         for array, name in zip(gradients, ("dq", "dk", "dv")):
             result(array, name)
     graph.validate()
@@ -139,8 +142,10 @@ def _planned(cudnn: ModuleType, _device: int, request: GraphRequest) -> GraphPla
 _mine = _OfThread()
 
 
-def run(ready: GraphPlan, given: dict[str, DeviceArray]) -> None:
-    """Put a plan on the current stream; `given` are the device arrays by name."""
+def run(ready: GraphPlan | None, given: dict[str, DeviceArray]) -> bool:
+    """Put a plan on the current stream, False without one; `given` are device arrays by name."""
+    if ready is None:
+        return False
     arrays.keep_for_graph(ready)
     workspace = None
     if ready.workspace:
@@ -153,6 +158,7 @@ def run(ready: GraphPlan, given: dict[str, DeviceArray]) -> None:
     ready.graph.execute(
         pointers, arrays.address(workspace) if ready.workspace else 0, handle=handle()
     )
+    return True
 
 
 # -- cuDNN by NVIDIA's Python package `cudnn`: whether it is installed, and its handles ------------
@@ -280,9 +286,6 @@ def refusal(q: Array, k: Array, v: Array) -> str:
         widest = WIDEST
     if max(dim, width) > widest:
         return f"head dimensions {dim} (keys) and {width} (values) are above {widest}"
-    capability = arrays.compute_capability()
-    if capability < OLDEST_CAPABILITY:
-        return f"this GPU's compute capability is {capability / 10}, below {OLDEST_CAPABILITY / 10}"
     return ""
 
 
@@ -300,11 +303,10 @@ def widest_backward(capability: int) -> tuple[int, ...]:
 
 def fits(x: DeviceArray) -> bool:
     """Whether cuDNN takes an array as it lies in memory."""
-    apart = []
+    distances = [arrays.address(x) or WORD]
     for stride, extent in zip(x.strides[:3], x.shape):
         if extent > 1:
-            apart.append(stride)
-    distances = (*apart, arrays.address(x) or WORD)
+            distances.append(stride)
     aligned = all(distance > 0 and distance % WORD == 0 for distance in distances)
     return aligned and (x.strides[3] == x.itemsize or x.shape[3] == 1)
 
@@ -330,9 +332,8 @@ def request_for(
     # tiles of keys, unless there is a mask of padding (NVIDIA/cudnn-frontend#628, #1072)
     padded = back and (keys % TILE != 0 or seq < TILE)
     shapes = tuple((name, *_described(name, x)) for name, x in given.items())
-    low, high = (None if bound is None else int(bound) for bound in (part.low, part.high))
-    what = direction, given["q"].dtype.name, shapes, float(scale)
-    return GraphRequest(*what, low, high, padded=padded)
+    dtype = given["q"].dtype.name
+    return GraphRequest(direction, dtype, shapes, float(scale), part.low, part.high, padded)
 
 
 def _described(name: str, x: DeviceArray) -> tuple[Shape, Shape]:
@@ -391,11 +392,9 @@ def _tried(_library: ModuleType, _device: int) -> CudnnVerdict:
 
 def request(direction: str) -> GraphRequest:
     """A small causal request, "forward" or "backward"."""
-    dims = 1, HEADS, ROWS, DIM
-    strides = HEADS * ROWS * DIM, DIM, HEADS * DIM, 1
-    rows = (1, HEADS, ROWS, 1), (HEADS * ROWS, ROWS, 1, 1)
+    rows = np.empty((1, ROWS, HEADS, DIM))
     shapes = []
     for name in ALONG[direction]:
-        shape, apart = rows if name == "lse" else (dims, strides)
-        shapes.append((name, shape, apart))
+        x = rows[..., 0].swapaxes(1, 2) if name == "lse" else rows
+        shapes.append((name, *_described(name, x)))
     return GraphRequest(direction, "bfloat16", tuple(shapes), DIM**-0.5, None, 0)

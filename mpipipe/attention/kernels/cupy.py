@@ -13,10 +13,9 @@ float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -32,32 +31,25 @@ from mpipipe.arrays import (
     element_strides,
     strided_copy_views,
 )
-from mpipipe.attention.kernels.interface import Gradients, KVBlock, OutLse
+from mpipipe.attention.kernels.interface import Gradients, KVBlock, OutLse, RowTile, row_tiles
 from mpipipe.attention.mask import Slice
 
 
 def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
     """As `AttentionKernel.forward`; with `overwrite`, `out` may also be of the dtype of `lse`."""
-    slices = []
-    for part in block.slices:
-        if result.out.size:
-            slices.append(part)
-    if not slices:
+    if not block.slices:
         return
-    q = block.q
-    k = block.k
-    v = block.v
-    problem = HeadProblems(q, k)
-    queries, keys, values = map(problem.copied, (q, k, v))
-    dtype = arrays.accumulator(q.dtype)
-    row_count, key_count = problem.tile(slices, dtype.itemsize)
-    scores, weights = _tile_pair(problem.count, row_count, key_count, q.dtype)
-    sums = arrays.empty((problem.count, row_count, v.shape[3]), dtype, "cuda")
+    problem = HeadProblems(block)
+    queries, keys, values = map(problem.copied, (block.q, block.k, block.v))
+    dtype = arrays.accumulator(queries.dtype)
+    row_count, key_count = problem.tile(block.slices, dtype.itemsize)
+    scores, weights = _tile_pair(problem.count, row_count, key_count, queries.dtype)
+    sums = arrays.empty((problem.count, row_count, values.shape[2]), dtype, "cuda")
     # The maximum and the sum of each row.
     state = tuple(arrays.empty((problem.count, row_count), dtype, "cuda") for _ in range(2))
-    for part in slices:
+    for part in block.slices:
         for tile in row_tiles(part, row_count // problem.group, key_count):
-            rows = problem.rows(part, tile)
+            rows = problem.rows(tile)
             count = rows.stop - rows.start
             tile_sums = _front(sums, count)
             for piece in tile.pieces:
@@ -79,7 +71,7 @@ def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
                 _online_softmax((tile_scores, factors, tile_sums), state, (problem.group, *options))
                 batched_gemm(factors, values[:, at], tile_sums, add=not first)
             place = problem.group, problem.kv_heads, part.q_start + tile.start
-            _normalise((tile_sums, *state, *result), (), (*place, overwrite, q.dtype))
+            _normalise((tile_sums, *state, *result), (), (*place, overwrite, queries.dtype))
             block.poll()
 
 
@@ -89,19 +81,15 @@ def backward(
     """As `AttentionKernel.backward`."""
     inputs = block.q, block.k, block.v
     dtype = arrays.accumulator(block.q.dtype)
-    problem = HeadProblems(*inputs[:2])
+    problem = HeadProblems(block)
     sums = Gradients(*(problem.like(x, dtype) for x in inputs))
     for each in sums:
         arrays.set_zero(each)
-    slices = []
-    for part in block.slices:
-        if result.out.size:
-            slices.append(part)
-    if slices:
+    if block.slices:
         delta = arrays.empty(result.lse.shape, dtype, "cuda")
         _dot((dout, result.out), (delta,))
         factors = tuple(map(problem.copied, (dout, *inputs)))
-        _backward_tiles(problem, factors, (result.lse, delta), replace(block, slices=slices), sums)
+        _backward_tiles(problem, factors, (result.lse, delta), block, sums)
     for each, target in zip(sums, gradients):
         shape, source_steps, target_steps = problem.steps(each, target)
         strided_copy_views(each, source_steps, target, target_steps, shape, add=not overwrite)
@@ -122,18 +110,17 @@ def _backward_tiles(
     dq, dk, dv = sums
     lse, delta = of_rows
     row_count, key_count = problem.tile(block.slices, 2 * dq.itemsize)
-    all_scores, all_weights = _tile_pair(problem.count, row_count, key_count, q.dtype)
-    all_products, all_slopes = _tile_pair(problem.count, row_count, key_count, q.dtype)
+    # Scores and weights, then products and their slopes.
+    memory: list[Array] = []
+    for _ in range(2):
+        memory += _tile_pair(problem.count, row_count, key_count, q.dtype)
     for part in block.slices:
         for tile in row_tiles(part, row_count // problem.group, key_count):
-            rows = problem.rows(part, tile)
+            rows = problem.rows(tile)
             for piece in tile.pieces:
                 at = slice(part.k_start + piece.start, part.k_start + piece.stop)
                 size = rows.stop - rows.start, piece.stop - piece.start
-                scores = _front(all_scores, *size)
-                weights = _front(all_weights, *size)
-                products = _front(all_products, *size)
-                slopes = _front(all_slopes, *size)
+                scores, weights, products, slopes = (_front(x, *size) for x in memory)
                 batched_gemm(q[:, rows], k[:, at], scores, transpose_b=True)
                 batched_gemm(dout[:, rows], v[:, at], products, transpose_b=True)
                 place = problem.seq, part.q_start, tile.start, piece.start, part.low, part.high
@@ -260,45 +247,20 @@ ROWS = 128  # rows of a tile at least, if there are more columns than rows
 EDGE = 64  # edges of large tiles are multiples: cuBLAS's fast kernels want rows of 16 bytes
 
 
-class RowTile(NamedTuple):
-    """Queries start ... stop - 1 of a slice, and the pieces of keys that they see."""
-
-    start: int
-    stop: int
-    pieces: list[slice]
-
-
-def row_tiles(part: Slice, queries: int, keys: int) -> Iterator[RowTile]:
-    """Tiles of `queries` rows of a slice, in pieces of `keys` columns."""
-    seq = part.q_stop - part.q_start
-    all_keys = part.k_stop - part.k_start
-    for start in range(0, seq, queries):
-        stop = min(start + queries, seq)
-        first = 0
-        if part.low is not None:
-            first = max(0, start + part.low)
-        end = all_keys
-        if part.high is not None:
-            end = min(all_keys, stop + part.high)
-        pieces = [slice(at, min(at + keys, end)) for at in range(first, end, keys)]
-        # Rows that see nothing have a result too.
-        yield RowTile(start, stop, pieces or [slice(0, min(keys, all_keys))])
-
-
 class HeadProblems:
     """How arrays (batch, seq, heads, dim) become problems, one for each entry and key head."""
 
-    def __init__(self, q: Array, k: Array) -> None:
-        self.batch, self.seq, heads, _ = q.shape
-        self.kv_heads = k.shape[2]
+    def __init__(self, block: KVBlock) -> None:
+        self.batch, self.seq, heads, _ = block.q.shape
+        self.kv_heads = block.k.shape[2]
         self.group = heads // self.kv_heads  # query heads to a key head
         self.count = self.batch * self.kv_heads  # number of problems
 
-    def rows(self, part: Slice, tile: RowTile) -> slice:
-        """Rows of the queries of a tile of a slice."""
-        return slice(
-            (part.q_start + tile.start) * self.group, (part.q_start + tile.stop) * self.group
-        )
+    def rows(self, tile: RowTile) -> slice:
+        """Rows of all queries that are those of a tile."""
+        start = tile.part.q_start * self.group
+        rows = tile.rows(self.group)
+        return slice(start + rows.start, start + rows.stop)
 
     def copied(self, x: Array) -> Array:
         """Return an array as problems: (problems, seq * group, dim) of queries, seq of keys."""

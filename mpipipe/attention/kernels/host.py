@@ -20,7 +20,7 @@ Two things keep passes over the scores few:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -29,7 +29,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from mpipipe.arrays import float32_like, is_half, round_into, upcast
-from mpipipe.attention.kernels.interface import Gradients, KVBlock, OutLse
+from mpipipe.attention.kernels.interface import Gradients, KVBlock, OutLse, RowTile, row_tiles
 from mpipipe.attention.mask import Slice, in_one_band
 from mpipipe.attention.merge import merge
 from mpipipe.processor import each, on_this_thread
@@ -61,8 +61,7 @@ class _Problems(NamedTuple):
         """X (batch, seq, heads, ...) as (entries, key heads, rows, group, ...); a view."""
         own = slice(self.heads.start * self.group, self.heads.stop * self.group)
         part = x[self.entries, self.part.q_start : self.part.q_stop, own]
-        count = self.heads.stop - self.heads.start
-        return part.reshape(*part.shape[:2], count, self.group, *part.shape[3:]).swapaxes(1, 2)
+        return part.reshape(*part.shape[:2], -1, self.group, *part.shape[3:]).swapaxes(1, 2)
 
     def keys(self, x: np.ndarray) -> np.ndarray:
         """X (batch, keys, key heads, dim) as (entries, key heads, keys, 1, dim); a view."""
@@ -72,38 +71,31 @@ class _Problems(NamedTuple):
 
 
 def _each_problem(block: KVBlock, solve: Callable[[_Problems], object]) -> None:
-    """Solve all problems: those of one key head in their order, since they add to the same sums."""
-    (batch, _, heads, _), kv_heads = block.q.shape, block.k.shape[2]
-    group = heads // kv_heads
-    block = replace(block, slices=in_one_band(block.slices))
+    """Solve all problems: those of one key head in their order, since they add to the same sums.
+
+    Small ones are solved several at once.
+    """
+    batch, _, kv_heads, _ = block.k.shape
+    group = block.q.shape[2] // kv_heads
+    slices = in_one_band(block.slices)
+    scores = 1
+    for part in slices:
+        size = (part.q_stop - part.q_start) * (part.k_stop - part.k_start)
+        scores = max(scores, group * size)
+    at_once = min(AT_ONCE // scores, max(batch * kv_heads // LEAST, SHARED // scores))
 
     def work(owners: tuple[slice, slice]) -> None:
-        for part in block.slices:
+        for part in slices:
             solve(_Problems(part, *owners, group))
 
-    each(work, _owners(batch, kv_heads, _at_once(block, group)), block.poll)
-
-
-def _at_once(block: KVBlock, group: int) -> int:
-    """Return how many problems to solve at once."""
-    scores = max(
-        ((part.q_stop - part.q_start) * (part.k_stop - part.k_start) for part in block.slices),
-        default=0,
-    )
-    problems = block.k.shape[0] * block.k.shape[2]
-    scores = max(1, group * scores)
-    return max(1, min(AT_ONCE // scores, max(problems // LEAST, SHARED // scores)))
-
-
-def _owners(batch: int, kv_heads: int, at_once: int) -> list[tuple[slice, slice]]:
-    """Cut all (batch entry, key head) into parts with at most `at_once` of them."""
-    entries = max(1, at_once // kv_heads)
-    of_batch = _cut(batch, entries)
-    return list(product(of_batch, _cut(kv_heads, at_once)))
+    entries = _cut(batch, at_once // kv_heads)
+    each(work, list(product(entries, _cut(kv_heads, at_once))), block.poll)
 
 
 def _cut(count: int, most: int) -> list[slice]:
-    return [slice(start, min(start + most, count)) for start in range(0, count, most)]
+    """Cut `count` into parts of at most `most`, but of at least one."""
+    step = max(1, most)
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
 def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
@@ -117,10 +109,8 @@ def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
     by_rows = result.lse.swapaxes(1, 2)
 
     def solve(problems: _Problems) -> None:
-        q = problems.queries(block.q)
-        k = problems.keys(block.k)
-        v = problems.keys(block.v)
-        some_out, some_lse = _forward_heads(q, k, v, block.scale, problems.part, poll)
+        inputs = problems.queries(block.q), problems.keys(block.k), problems.keys(block.v)
+        some_out, some_lse = _forward_heads(*inputs, block.scale, problems.part, poll)
         out = problems.queries(result.out)
         lse = problems.queries(by_rows)
         if overwrite:
@@ -198,16 +188,16 @@ def _forward_heads(
     row_sum = np.empty((count, rows, 1), q.dtype)
     values = np.ascontiguousarray(v).reshape(count, -1, width)
     keys = _with_column(k, 1, 1), values, np.ones((KEYS, 1), k.dtype)
-    attend = _online
-    if 2 * row_max.max() < _SAFE[q.dtype]:
-        attend = _bounded
+    online = not 2 * row_max.max() < _SAFE[q.dtype]
 
-    def work(tile: _Tile) -> None:
-        at = tile.rows
-        attend((queries[:, at], acc[:, at], row_sum[:, at], row_max[:, at]), keys, tile)
+    def work(tile: RowTile) -> None:
+        at = tile.rows(group)
+        state = queries[:, at], acc[:, at], row_sum[:, at], row_max[:, at]
+        _forward_tile(state, keys, tile, group, online)
         poll()
 
-    each(work, list(_tiles(part, group, q.dtype)), poll)  # shared where these are all the problems
+    # The threads share them where these are all the problems.
+    each(work, row_tiles(part, max(1, ROWS // group), KEYS), poll)
     np.divide(acc, row_sum, out=acc)
     np.log(row_sum, out=row_sum)
     np.add(row_sum, row_max, out=row_sum)
@@ -219,19 +209,33 @@ def _backward_heads(
 ) -> None:
     """Compute the gradients of some problems of one slice, shaped as in `_forward_heads`."""
     (queries, slopes, keys, values), (dq, dk, dv) = factors, gradients
-    count, rows, dim = *queries.shape[:2], dq.shape[4]
-    dqueries = np.empty((count, rows, dim), dq.dtype)
+    count = len(queries)
+    group = dq.shape[3]
+    dqueries = np.empty_like(queries[..., :-1], order="C")
     sums = []
     for x, of_rows in ((dk, keys), (dv, values)):
         if x.flags.c_contiguous:
             sums.append(x.reshape(count, -1, x.shape[4]))
         else:
             sums.append(np.zeros_like(of_rows[..., :-1], order="C"))
-    for tile in _tiles(part, dq.shape[3], dq.dtype):
-        at = tile.rows
-        _backward_tile(
-            (queries[:, at], slopes[:, at], keys, values), tile, Gradients(dqueries[:, at], *sums)
-        )
+    dkeys, dvalues = sums
+    for tile in row_tiles(part, max(1, ROWS // group), KEYS):
+        rows = tile.rows(group)
+        tile_queries = queries[:, rows]
+        tile_slopes = slopes[:, rows]
+        tile_dqueries = dqueries[:, rows]
+        for at in tile.pieces:
+            weights = np.matmul(tile_queries, keys[:, at].swapaxes(1, 2))
+            _hide(weights, tile, at, group)
+            np.exp(weights, out=weights)
+            dscores = np.matmul(tile_slopes, values[:, at].swapaxes(1, 2))
+            np.multiply(dscores, weights, out=dscores)
+            dvalues[:, at] += np.matmul(weights.swapaxes(1, 2), tile_slopes[..., :-1])
+            dkeys[:, at] += np.matmul(dscores.swapaxes(1, 2), tile_queries[..., :-1])
+            if at is tile.pieces[0]:
+                np.matmul(dscores, keys[:, at, :-1], out=tile_dqueries)
+            else:
+                tile_dqueries += np.matmul(dscores, keys[:, at, :-1])
         poll()
     np.multiply(dqueries, scale, out=dqueries)
     np.add(dq, dqueries.reshape(dq.shape), out=dq)
@@ -266,108 +270,54 @@ def _corner(group: int, dtype: np.dtype, upper: bool) -> np.ndarray:
     return square
 
 
-class _Tile:
-    """Queries start ... stop - 1 of a slice, which see keys first ... end - 1 at most.
+def _hide(scores: np.ndarray, tile: RowTile, keys: slice, group: int) -> None:
+    """Add -inf to the scores (rows, keys) of hidden keys.
 
-    rows : their rows, `group` for each query
+    This comes before the exponential: the score of a hidden key may be anything, and its
+    exponential overflow.
     """
-
-    __slots__ = ("corners", "end", "first", "rows")
-
-    def __init__(self, part: Slice, group: int, start: int, stop: int, dtype: np.dtype) -> None:
-        self.rows = slice(start * group, stop * group)
-        keys = part.k_stop - part.k_start
-        self.first = 0
-        if part.low is not None:
-            self.first = max(0, start + part.low)
-        self.end = keys
-        if part.high is not None:
-            self.end = min(keys, stop + part.high)
-        self.corners = []
-        for bound, upper in ((part.high, True), (part.low, False)):
-            if bound is not None:
-                self.corners.append((start + bound, _corner(group, dtype, upper)))
-
-    def pieces(self) -> Iterator[slice]:
-        """The keys, in pieces whose scores stay in cache."""
-        for start in range(self.first, self.end, KEYS):
-            yield slice(start, min(start + KEYS, self.end))
-
-    def hide(self, scores: np.ndarray, first: int) -> None:
-        """Add -inf to the scores (rows, keys from `first` on) of hidden keys.
-
-        This comes before the exponential: the score of a hidden key may be anything, and its
-        exponential overflow.
-        """
-        end = first + scores.shape[-1]
-        for column, corner in self.corners:
-            low = max(first, column)
-            high = min(end, column + corner.shape[1])
-            if low < high:
-                part = scores[..., low - first : high - first]
-                np.add(part, corner[: part.shape[1], low - column : high - column], out=part)
+    for bound, upper in ((tile.part.high, True), (tile.part.low, False)):
+        if bound is None:
+            continue
+        corner = _corner(group, scores.dtype, upper)
+        column = tile.start + bound
+        low = max(keys.start, column)
+        high = min(keys.stop, column + corner.shape[1])
+        if low < high:
+            seen = scores[..., low - keys.start : high - keys.start]
+            np.add(seen, corner[: seen.shape[1], low - column : high - column], out=seen)
 
 
-def _tiles(part: Slice, group: int, dtype: np.dtype) -> Iterator[_Tile]:
-    seq = part.q_stop - part.q_start
-    step = max(1, ROWS // group)
-    for start in range(0, seq, step):
-        yield _Tile(part, group, start, min(start + step, seq), dtype)
-
-
-def _bounded(rows: Factors, block: Keys, tile: _Tile) -> None:
+def _forward_tile(rows: Factors, block: Keys, tile: RowTile, group: int, online: bool) -> None:
     """Set the sums of rows, relative to the bound in the last column of the queries.
 
     rows : scaled queries, their output before it is normalised, the sums of the exponentials, and
         the bound
     block : keys, whose last column is 1, their values, and a column of ones
+    online : relative to the running maximum, which becomes the bound: right for scores of any size
     """
-    (queries, acc, row_sum, _), (keys, values, ones) = rows, block
-    for at in tile.pieces():
+    (queries, acc, row_sum, row_max), (keys, values, ones) = rows, block
+    if online:
+        queries = queries[..., :-1]
+        keys = keys[..., :-1]
+        acc[...] = 0
+        row_sum[...] = 0
+        row_max[...] = -np.inf
+    for at in tile.pieces:
         scores = np.matmul(queries, keys[:, at].swapaxes(1, 2))
-        tile.hide(scores, at.start)
+        _hide(scores, tile, at, group)
+        if online:
+            high = np.maximum(row_max, scores.max(2, keepdims=True))
+            safe_max = np.where(np.isneginf(high), 0, high)  # a row may have seen no key up to here
+            np.subtract(scores, safe_max, out=scores)
+            rescale = np.exp(row_max - safe_max)
+            np.multiply(acc, rescale, out=acc)
+            np.multiply(row_sum, rescale, out=row_sum)
+            row_max[...] = high
         np.exp(scores, out=scores)
-        if at.start == tile.first:
+        if at is tile.pieces[0]:
             np.matmul(scores, values[:, at], out=acc)
             np.matmul(scores, ones[: scores.shape[2]], out=row_sum)
         else:
             np.add(acc, np.matmul(scores, values[:, at]), out=acc)
             np.add(row_sum, np.matmul(scores, ones[: scores.shape[2]]), out=row_sum)
-
-
-def _online(rows: Factors, block: Keys, tile: _Tile) -> None:
-    """Do as `_bounded`, relative to the running maximum: right for scores of any size."""
-    (queries, acc, row_sum, row_max), (keys, values, ones) = rows, block
-    acc[...] = 0
-    row_sum[...] = 0
-    row_max[...] = -np.inf
-    for at in tile.pieces():
-        scores = np.matmul(queries[..., :-1], keys[:, at, :-1].swapaxes(1, 2))
-        tile.hide(scores, at.start)
-        high = np.maximum(row_max, scores.max(2, keepdims=True))
-        safe_max = np.where(np.isneginf(high), 0, high)  # a row may have seen no key up to here
-        np.subtract(scores, safe_max, out=scores)
-        np.exp(scores, out=scores)
-        rescale = np.exp(row_max - safe_max)
-        np.multiply(acc, rescale, out=acc)
-        np.multiply(row_sum, rescale, out=row_sum)
-        np.add(acc, np.matmul(scores, values[:, at]), out=acc)
-        np.add(row_sum, np.matmul(scores, ones[: scores.shape[2]]), out=row_sum)
-        row_max[...] = high
-
-
-def _backward_tile(factors: Factors, tile: _Tile, sums: Gradients) -> None:
-    """Set dq to dS k, and add to dk and dv."""
-    (queries, gradients, keys, values), (dqueries, dkeys, dvalues) = factors, sums
-    for at in tile.pieces():
-        weights = np.matmul(queries, keys[:, at].swapaxes(1, 2))
-        tile.hide(weights, at.start)
-        np.exp(weights, out=weights)
-        slopes = np.matmul(gradients, values[:, at].swapaxes(1, 2))
-        np.multiply(slopes, weights, out=slopes)
-        dvalues[:, at] += np.matmul(weights.swapaxes(1, 2), gradients[..., :-1])
-        dkeys[:, at] += np.matmul(slopes.swapaxes(1, 2), queries[..., :-1])
-        if at.start == tile.first:
-            np.matmul(slopes, keys[:, at, :-1], out=dqueries)
-        else:
-            np.add(dqueries, np.matmul(slopes, keys[:, at, :-1]), out=dqueries)

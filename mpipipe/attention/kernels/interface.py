@@ -110,12 +110,12 @@ def check_arrays(q: Array, k: Array, v: Array) -> None:
         and k.shape[:3] == v.shape[:3]
     )
     if fits:
-        (batch, _, heads, dim), kv_heads = q.shape, k.shape[2]
+        heads, dim = q.shape[2:]
+        kv_heads, value_dim = v.shape[2:]
         fits = (
-            k.shape[0] == batch
-            and k.shape[3] == dim > 0
-            and kv_heads > 0
-            and heads > 0
+            len(k) == len(q)
+            and k.shape[3] == dim
+            and min(heads, dim, kv_heads, value_dim) > 0
             and heads % kv_heads == 0
         )
     if not fits:
@@ -155,11 +155,49 @@ def attend_once(kernel: AttentionKernel, block: KVBlock, overwrite: bool) -> Out
     return result._replace(out=arrays.cast(result.out, dtype))
 
 
-def block_gradients(
-    kernel: AttentionKernel, block: KVBlock, dout: Array, result: OutLse, dq: Array
-) -> tuple[Array, Array]:
-    """Add the part of one block to `dq`; return its (dk, dv), in the dtype of `lse`."""
-    dk = arrays.zeros(block.k.shape, result.lse.dtype, arrays.device_of(block.k))
-    dv = arrays.zeros(block.v.shape, result.lse.dtype, arrays.device_of(block.v))
-    kernel.backward(block, dout, result, Gradients(dq, dk, dv))
-    return dk, dv
+def new_sums(x: Array) -> Array:
+    """Zeros in the shape of an array and the dtype of sums."""
+    return arrays.zeros(x.shape, arrays.accumulator(x.dtype), arrays.device_of(x))
+
+
+def rows_like(
+    x: Array, rows: int, dtype: np.dtype, make: Callable[..., Array] = arrays.empty
+) -> Array:
+    """Memory for rows as those of x, in which those of a head lie together: kernels copy none."""
+    batch, _, heads, dim = x.shape
+    return make((batch, heads, rows, dim), dtype, arrays.device_of(x)).swapaxes(1, 2)
+
+
+# -- Slices are computed tile by tile --------------------------------------------------------------
+
+
+class RowTile(NamedTuple):
+    """Queries start ... stop - 1 of a slice, and the pieces of its keys that they see."""
+
+    part: Slice
+    start: int
+    stop: int
+    pieces: list[slice]
+
+    def rows(self, group: int) -> slice:
+        """The rows of these queries, `group` for each."""
+        return slice(self.start * group, self.stop * group)
+
+
+def row_tiles(part: Slice, queries: int, keys: int) -> list[RowTile]:
+    """Tiles of `queries` rows of a slice, in pieces of `keys` columns."""
+    seq = part.q_stop - part.q_start
+    all_keys = part.k_stop - part.k_start
+    tiles = []
+    for start in range(0, seq, queries):
+        stop = min(start + queries, seq)
+        first = 0
+        if part.low is not None:
+            first = max(0, start + part.low)
+        end = all_keys
+        if part.high is not None:
+            end = min(all_keys, stop + part.high)
+        pieces = [slice(at, min(at + keys, end)) for at in range(first, end, keys)]
+        # Rows that see nothing have a result too.
+        tiles.append(RowTile(part, start, stop, pieces or [slice(0, min(keys, all_keys))]))
+    return tiles
