@@ -143,7 +143,7 @@ class TextTask(Task):
         self.freeze = self.tuning.freeze
         self.everywhere = config.packing == "segments"
         self.layout = config.layout
-        self.packing = Packing(1)  # where `everywhere`
+        self.packing = Packing(1)  # another one if `everywhere`
         self.units = config.seq_len
         self.copies = config.sample_bytes > 0
         self.folders = (weights.FOLDER, fine_tuning.INSIDE)

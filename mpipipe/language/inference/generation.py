@@ -39,7 +39,7 @@ class Answer:
     """The answer to a prompt so far; `ended` is "stop" or "count" once it is whole."""
 
     number: int
-    place: int  # in the batch
+    place: int  # number in the batch
     prompt: Sequence[int]
     tokens: list[int] = field(default_factory=list)
     fed: int = 0  # tokens that the caches have, or are about to get
@@ -193,7 +193,7 @@ class SequenceCaches(nn.Attend):
         self.window = window
         self.poll: Callable[[], object] = lambda: None
         self.caches: dict[int, KVCache] = {}
-        self.pieces: Sequence[Piece] = ()  # of the micro-batch under way
+        self.pieces: Sequence[Piece] = ()  # pieces of the micro-batch under way
 
     def begin(self, position: nn.Position) -> None:
         self.pieces = self.underway[position.microbatch]

@@ -38,7 +38,7 @@ from mpipipe.planning import declared
 from mpipipe.train import shared_path
 
 GENERATION = "generation_config.json"
-PREFIX = f"{checkpoint.PARAMETERS}/"  # of names in a checkpoint
+PREFIX = f"{checkpoint.PARAMETERS}/"  # names in a checkpoint begin so
 TRAIN_AGAIN = "train again, with a lower learning rate or clipped gradients"
 
 

@@ -21,7 +21,7 @@ from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface.folder import Origin
 from mpipipe.language.models.huggingface.writing import explained
 
-FOLDER = "weights"  # in the output folder of a training
+FOLDER = "weights"  # its name in the output folder of a training
 
 
 def save(
