@@ -45,7 +45,6 @@ def reading(
     what: str,
     path: str | Path,
     error: type[MpipipeError] = ArgumentError,
-    *,
     expected: str | None = REGULAR,
     remedy: str | None = None,
     also: tuple[type[Exception], ...] = (),
@@ -66,12 +65,11 @@ def writing(
     what: str,
     path: str | Path,
     error: type[MpipipeError] = ConfigError,
-    *,
     expected: str | None = None,
     remedy: str | None = None,
 ) -> AbstractContextManager[None]:
     """Turn an OSError into the error "`what` cannot be written", which names the file or folder."""
-    return reading(what, path, error, expected=expected, remedy=remedy, done="written")
+    return reading(what, path, error, expected, remedy, done="written")
 
 
 def reason(error: Exception, path: str | Path = "") -> str:

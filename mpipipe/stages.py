@@ -135,13 +135,14 @@ class UserStage(nn.Differentiable):
     def __init__(self, user_stage: Any):
         self.user_stage = user_stage
         self.inner_stages: list[nn.Stage] = list(getattr(user_stage, "inner_stages", ()))
+        strange: list[str] = []
         for inner in self.inner_stages:
             if not isinstance(inner, nn.Stage):
-                raise ArgumentError(
-                    "inner_stages of a stage",
-                    found=type(inner).__name__,
-                    expected="a list of nn.Stage",
-                )
+                strange.append(type(inner).__name__)
+        if strange:
+            raise ArgumentError(
+                "inner_stages of a stage", found=", ".join(strange), expected="a list of nn.Stage"
+            )
         self._first = next(iter(self.inner_stages), None)
         # The view of the parameters, with their place in memory.
         self._view: tuple[tuple[int, int], FlatView] | None = None

@@ -189,14 +189,13 @@ class Mailbox:
 
     def put(self, envelope: Envelope, arrays: Sequence[Array]) -> None:
         """Send C-contiguous arrays; they must not change until the step has ended. Never waits."""
-        channel, tag = envelope.data
         if self.recorder is not None:
             self.recorder.send(envelope.name, envelope.peer, sum(array.nbytes for array in arrays))
         outgoing = self.outgoing
         while outgoing and outgoing[0][0].Test():
             outgoing.popleft()
         for array in arrays:
-            outgoing.append((self.transport.isend(array, envelope.peer, channel, tag), envelope))
+            outgoing.append((self.transport.isend(array, envelope.peer, *envelope.data), envelope))
         self.sent.append(envelope)
 
     def put_array(self, start: Start, envelope: Envelope, array: Array) -> None:

@@ -57,25 +57,22 @@ class DeviceTransport(Transport):
     def empty(self, shape: Shape, kind: np.dtype) -> DeviceArray:
         return arrays.empty(shape, kind, "cuda")
 
-    def receiver(self, channel: int, shape: Shape, kind: np.dtype) -> Start:
-        return partial(self._begin, self.receivers[channel], self.incoming)
+    def _whole(self, operation: Start, shape: Shape, kind: np.dtype) -> Start:
+        return partial(self._begin, operation)
 
-    def sender(self, channel: int, shape: Shape, kind: np.dtype) -> Start:
-        return partial(self._begin, self.senders[channel], self.outgoing)
-
-    def _begin(
-        self, operation: Start, kind: MakesPiece, array: Array, peer: int, tag: int
-    ) -> MessageInPieces:
+    def _begin(self, operation: Start, array: Array, peer: int, tag: int) -> MessageInPieces:
         check_sendable(array)
         register_progress(self)  # for the thread that uses it now
         ready = None
+        make: MakesPiece = ArrayPiece
         if arrays.is_device(array):
             ready = arrays.record()
-        else:
-            kind = ArrayPiece
+            make = self.outgoing
+            if operation in self.receivers:
+                make = self.incoming
         name = operation, peer, tag
         return MessageInPieces(self, self.lines[name], ready, name).begin(
-            array, self.piece_bytes, kind
+            array, self.piece_bytes, make
         )
 
     def progress(self) -> bool:
