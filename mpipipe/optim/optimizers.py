@@ -346,9 +346,8 @@ def _checked_stages(stages: Sequence[object]) -> list[PipelineStage]:
     for number, stage in enumerate(adapters):
         dtype = stage.parameters.flat.dtype
         of_gradients = stage.gradients.flat.dtype
-        if not stage.parameters.flat.size:
-            continue
-        if dtype not in (np.float32, np.float64) or of_gradients != dtype:
+        is_full = dtype in (np.float32, np.float64) and of_gradients == dtype
+        if stage.parameters.flat.size and not is_full:
             raise ArgumentError(
                 f"parameters of the optimizer's stage {number} are in {dtype}",
                 stage=stage.index,
