@@ -88,7 +88,7 @@ class Norm:
     @property
     def on_device(self) -> bool:
         """Whether the norm stays on the device; the same on all ranks."""
-        return self._row is not None or (self._group is None and gpu_of(self.stages) is not None)
+        return self._row is not None or (self._group is None and device_of(self.stages) == "cuda")
 
     @property
     def is_shared(self) -> bool:
@@ -149,12 +149,12 @@ class Norm:
         return counted
 
 
-def gpu_of(stages: Sequence[object]) -> int | None:
-    """Return the GPU that all these stages are on; None if there is not one."""
+def device_of(stages: Sequence[object]) -> str:
+    """Return "cuda" if all these stages are on one GPU, else "cpu"."""
     gpus = {stage.gpu for stage in as_stages(stages)}
-    if len(gpus) == 1:
-        return gpus.pop()
-    return None
+    if len(gpus) == 1 and None not in gpus:
+        return "cuda"
+    return "cpu"
 
 
 def _owners(counted: Sequence[Counted]) -> list[NonFiniteParameter]:
@@ -257,10 +257,7 @@ class GlobalNorm(Norm):
         groups = [group]
         if replicas is not None and replicas.size > 1:
             groups.append(group_of(replicas))
-        device = "cuda"
-        if gpu_of(self.stages) is None:
-            device = "cpu"
-        if not agree_on_nccl(groups, device).sums:
+        if not agree_on_nccl(groups, device_of(self.stages)).sums:
             return
         everyone = group.gather(WHAT, _owners(self._counted()))
         start = sum(map(len, everyone[: group.rank]))
