@@ -31,7 +31,7 @@ class UlyssesSaved(NamedTuple):
     """What the forward of `Ulysses` keeps for its backward."""
 
     local: RingSaved  # heads of this rank
-    moves: tuple[list[PartMove], list[PartMove], list[PartMove]]  # of q, k and v
+    moves: tuple[list[PartMove], list[PartMove], list[PartMove]]  # q, k and v
     shapes: tuple[Shape, Shape, Shape]  # shapes of q, k and v
     whole: Shape  # output of this rank's heads
     call: int

@@ -75,7 +75,8 @@ class Norm:
         self.stages = tuple(stages)
         self.comm = comm
         self.skip = frozenset(skip)
-        self._group = None  # where no rank is asked
+        # None where no rank is asked.
+        self._group = None
         self._rank = None
         if comm is not None:
             self._rank = comm.rank
