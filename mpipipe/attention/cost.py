@@ -290,7 +290,7 @@ def ring_cost(
     (48, True)
     """
     shape = kv_heads or heads, head_dim, None, batch
-    lengths = [layout.length(rank) for rank in range(layout.ranks)]
+    lengths = [*map(layout.length, range(layout.ranks))]
     blocks = [kv_bytes(length, *shape, itemsize) for length in lengths]
     gradients = [kv_bytes(length, *shape, max(4, itemsize)) for length in lengths]
     costs = []

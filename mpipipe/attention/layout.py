@@ -163,7 +163,7 @@ class Layout:
             `seq_len` long along `axis`.
         """
         lengths = [array.shape[axis] for array in arrays]
-        positions = [self.positions(rank) for rank in range(self.ranks)]
+        positions = [*map(self.positions, range(self.ranks))]
         expected = [*map(len, positions)]
         if lengths != expected:
             raise ArgumentError(

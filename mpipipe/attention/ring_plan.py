@@ -268,7 +268,7 @@ def _layout(
 ) -> Layout:
     """The layout with these numbers of rows."""
     layout = options.whole(len(rows), sum(rows) if seq_len is None else seq_len)
-    expected = [layout.length(rank) for rank in range(layout.ranks)]
+    expected = [*map(layout.length, range(layout.ranks))]
     if [*rows] != expected:
         raise ArgumentError(
             f"the shards of {name} do not cover the sequence",

@@ -28,8 +28,6 @@ from mpipipe.nn import clip_factor
 from mpipipe.stages import PipelineStage, as_stages
 
 WHAT = "the norm of the gradients"
-PARTS = VALUES - 1  # numbers that hold the exact sum of one rank: enough for 700 binary digits
-UNKNOWN = -1  # sent in place of how many parts there are: then all squares are gathered
 
 
 class NonFiniteParameter(NamedTuple):
@@ -90,7 +88,7 @@ class Norm:
     @property
     def on_device(self) -> bool:
         """Whether the norm stays on the device; the same on all ranks."""
-        return self._row is not None or (self._group is None and gpu_of(self.stages) is not None)
+        return self._row is not None or (self._group is None and device_of(self.stages) == "cuda")
 
     @property
     def is_shared(self) -> bool:
@@ -113,12 +111,9 @@ class Norm:
         except Exception as caught:
             error = caught
         rows = group.agree(WHAT, values=_exact_sum(report), error=error)
-        counts = rows[:, 0].tolist()
-        if UNKNOWN not in counts:
-            parts = []
-            for count, numbers in zip(counts, rows[:, 1:].view(np.float64).tolist()):
-                parts += numbers[:count]
-            return MeasuredNorm(math.sqrt(math.fsum(parts)) / scale, None)
+        total = math.fsum(rows.view(np.float64).ravel())
+        if not math.isnan(total):
+            return MeasuredNorm(math.sqrt(total) / scale, None)
         squares = []
         owners = []
         for more, their_owners in group.gather(f"{WHAT}: the squares of all parameters", report):
@@ -154,12 +149,12 @@ class Norm:
         return counted
 
 
-def gpu_of(stages: Sequence[object]) -> int | None:
-    """Return the GPU that all these stages are on; None if there is not one."""
+def device_of(stages: Sequence[object]) -> str:
+    """Return "cuda" if all these stages are on one GPU, else "cpu"."""
     gpus = {stage.gpu for stage in as_stages(stages)}
-    if len(gpus) == 1:
-        return gpus.pop()
-    return None
+    if len(gpus) == 1 and None not in gpus:
+        return "cuda"
+    return "cpu"
 
 
 def _owners(counted: Sequence[Counted]) -> list[NonFiniteParameter]:
@@ -178,17 +173,18 @@ def _measured(
 
 
 def _exact_sum(report: Report | None) -> list[int]:
-    """Return the number of parts of the exact sum of squares here, and their bits as integers."""
+    """Return the bits of the numbers that are the exact sum of squares here; NaN if unknown."""
     if report is None:
         return []
     squares, _ = report
-    parts = None
+    parts = [math.nan]
     if math.isfinite(sum(squares)):
         parts = expansion(squares)
-    if parts is None or len(parts) > PARTS:
-        return [UNKNOWN] + [0] * PARTS
-    bits = np.array(parts + [0.0] * (PARTS - len(parts))).view(np.int64)
-    return [len(parts), *bits.tolist()]
+    # They are enough for 700 binary digits.
+    if len(parts) > VALUES:
+        parts = [math.nan]
+    bits = np.array(parts + [0.0] * (VALUES - len(parts))).view(np.int64)
+    return bits.tolist()
 
 
 def expansion(numbers: Iterable[float]) -> list[float]:
@@ -261,10 +257,7 @@ class GlobalNorm(Norm):
         groups = [group]
         if replicas is not None and replicas.size > 1:
             groups.append(group_of(replicas))
-        device = "cuda"
-        if gpu_of(self.stages) is None:
-            device = "cpu"
-        if not agree_on_nccl(groups, device).sums:
+        if not agree_on_nccl(groups, device_of(self.stages)).sums:
             return
         everyone = group.gather(WHAT, _owners(self._counted()))
         start = sum(map(len, everyone[: group.rank]))

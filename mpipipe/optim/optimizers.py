@@ -193,20 +193,19 @@ class FlatOptimizer:
         >>> optim.AdamW([stage], lr=0.5).named_state()["second"]
         {'0.gain': array([0., 0.], dtype=float32)}
         """
-        numbers = {id(stage): number for number, stage in enumerate(self._updated)}
         # A rank without parameters has the kinds, too.
         named: dict[str, dict[str, Any]] = {kind: {} for state in self.state for kind in state}
         for stage in self._updated:
             for name, like in stage.gradients.items():
                 owner, key = stage.owners.get(name, (stage, name))
-                if id(owner) not in numbers:
+                if owner not in self._updated:
                     raise ArgumentError(
                         f"the tied parameter {name} belongs to a stage that this optimizer does "
                         "not have",
                         stage=stage.index,
                         remedy="give the optimizer all stages of this rank",
                     )
-                number = numbers[id(owner)]
+                number = self._updated.index(owner)
                 start = self._updated[number].gradients.offsets[key]
                 for kind, buffer in self.state[number].items():
                     entries = named[kind]
@@ -346,9 +345,8 @@ def _checked_stages(stages: Sequence[object]) -> list[PipelineStage]:
     for number, stage in enumerate(adapters):
         dtype = stage.parameters.flat.dtype
         of_gradients = stage.gradients.flat.dtype
-        if not stage.parameters.flat.size:
-            continue
-        if dtype not in (np.float32, np.float64) or of_gradients != dtype:
+        is_full = dtype in (np.float32, np.float64) and of_gradients == dtype
+        if stage.parameters.flat.size and not is_full:
             raise ArgumentError(
                 f"parameters of the optimizer's stage {number} are in {dtype}",
                 stage=stage.index,

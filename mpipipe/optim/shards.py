@@ -31,7 +31,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
 from mpipipe.job import Communicator, RankGroup, ReplicaSum, cached, group_of
 from mpipipe.nn import Stage, announce_write, divide_buffer, kernels, unite_buffer
-from mpipipe.optim.norm import gpu_of
+from mpipipe.optim.norm import device_of
 from mpipipe.stages import PipelineStage
 
 Range: TypeAlias = tuple[int, int]
@@ -74,7 +74,7 @@ class Shards:
         self._underway: list[ReplicaSum] = []
         self._is_first_step = True
         self._nccl: NcclSums | None = None
-        if agree_on_nccl([self.group], "cpu" if gpu_of(stages) is None else "cuda").sums:
+        if agree_on_nccl([self.group], device_of(stages)).sums:
             self._nccl = cached(replicas, "optim: parameters by NCCL", lambda: NcclSums(self.group))
         self._divide()
 
@@ -120,10 +120,8 @@ class Shards:
         with self._exchange("a step of a sharded optimizer"):
             yield
         for stage, original, ranges in zip(self.stages, self.originals, self.ranges):
-            copy = None
-            if original is None:
-                copy = stage.kept_copy
-            if copy is not None:
+            copy = stage.kept_copy
+            if original is None and copy is not None:
                 for start, stop in self._others(ranges):
                     stage.kernels.copy(stage.parameters.flat[start:stop], copy[start:stop])
 
