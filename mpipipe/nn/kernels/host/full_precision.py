@@ -307,7 +307,7 @@ def norm_backward(
     dbias = np.empty_like(dgain)
 
     def mean(terms: HostArray) -> HostArray:
-        return (np.matmul(terms, gain) / len(gain))[:, None]
+        return (terms @ gain / len(gain))[:, None]
 
     def work(piece: tuple[int, slice]) -> None:
         number, at = piece
