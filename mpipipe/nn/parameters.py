@@ -457,7 +457,7 @@ class StageBuffers:
         return buffers
 
     def ends_with(self, name: str) -> bool:
-        """Return whether an array is the last one of `parameters.flat`."""
+        """Return whether the array of this name is the last one of `parameters.flat`."""
         offsets = self.parameters.offsets
         return name in offsets and offsets[name] == max(offsets.values())
 
@@ -479,7 +479,15 @@ class StageBuffers:
         return gradient
 
     def point(self, name: str, other: StageBuffers, key: str) -> None:
-        """Let a name be another name of the array that `other` calls `key`."""
+        """Let a name be another name of an array of a stage.
+
+        Parameters
+        ----------
+        name : str
+            The name here.
+        other, key : StageBuffers, str
+            The stage that has the array, and its name there.
+        """
         for buffer, storage in zip(self._trained, other._trained):
             buffer._views[name] = None
             buffer._elsewhere[name] = (storage, key)
