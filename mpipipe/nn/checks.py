@@ -103,7 +103,9 @@ def checked_ids(x: Array, limit: int, what: str, device: str) -> Array:
             found=str(x.dtype),
             expected=f"integers in 0 ... {limit - 1}",
         )
-    x = x if x.dtype.name in ("int32", "int64") else arrays.on_host(x)  # kernels read these two
+    # Kernels read these two.
+    if x.dtype.name not in ("int32", "int64"):
+        x = arrays.on_host(x)
     if not arrays.is_device(x) and x.size and (x.min() < 0 or x.max() >= limit):
         raise ArgumentError(
             f"{what} is out of range",

@@ -398,18 +398,19 @@ class StageBuffers:
         rest: dict[str, Parameter] = {}
         for name, parameter in declared.items():
             (rest if name in frozen else trained)[name] = parameter
-        order = memory_order(trained)
-        make = partial(FlatBuffer, shapes_of(trained), device=device, narrowest=dtype, order=order)
-        self.parameters = self.compute = make(wide)
+
+        def made(kind: np.dtype, some: Mapping[str, Parameter]) -> FlatBuffer:
+            return FlatBuffer(shapes_of(some), kind, device, dtype, memory_order(some))
+
+        self.parameters = self.compute = made(wide, trained)
         draw_into(self.parameters, trained, seed)
-        self._gradients = make(wide)
+        self._gradients = made(wide, trained)
         self.frozen = {*rest}
-        self.frozen_parameters = FlatBuffer(shapes_of(rest), wide, device, dtype)
-        self.frozen_compute = self.frozen_parameters
+        self.frozen_parameters = self.frozen_compute = made(wide, rest)
         draw_into(self.frozen_parameters, rest, seed)
         if wide != dtype:
-            self.compute = make(dtype)
-            self.frozen_compute = FlatBuffer(shapes_of(rest), dtype, device)
+            self.compute = made(dtype, trained)
+            self.frozen_compute = made(dtype, rest)
             _show(self.compute, self.frozen_compute, declared)
         decays = {name: parameter.decay for name, parameter in trained.items()}
         end = self.parameters.flat.size
@@ -456,7 +457,7 @@ class StageBuffers:
         return buffers
 
     def ends_with(self, name: str) -> bool:
-        """Return whether an array is the last one of `parameters.flat`."""
+        """Return whether the array of this name is the last one of `parameters.flat`."""
         offsets = self.parameters.offsets
         return name in offsets and offsets[name] == max(offsets.values())
 
@@ -478,7 +479,15 @@ class StageBuffers:
         return gradient
 
     def point(self, name: str, other: StageBuffers, key: str) -> None:
-        """Let a name be another name of the array that `other` calls `key`."""
+        """Let a name be another name of an array of a stage.
+
+        Parameters
+        ----------
+        name : str
+            The name here.
+        other, key : StageBuffers, str
+            The stage that has the array, and its name there.
+        """
         for buffer, storage in zip(self._trained, other._trained):
             buffer._views[name] = None
             buffer._elsewhere[name] = (storage, key)

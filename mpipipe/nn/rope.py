@@ -315,7 +315,7 @@ class RopeTables:
         if isinstance(positions, int):
             length = 1 << max(positions - 1, 0).bit_length()
             return arrays.keep_for_graph(self._table(length, head_dim, base, scaling))[:positions]
-        numbers = np.asarray(positions, np.int64 if np.ndim(positions) == 1 else np.float64)
+        numbers = np.asarray(positions, np.float64)
         table = self._table(numbers.tobytes(), head_dim, base, scaling, *numbers.shape[1:])
         return arrays.keep_for_graph(table)
 
@@ -325,14 +325,12 @@ class RopeTables:
         head_dim: int,
         base: float,
         scaling: RopeScaling | None,
-        axes: int = 0,
+        *axes: int,
     ) -> Array:
-        """Make the table of the first positions, or of those in int64 or float64 bytes."""
+        """Make the table of the first positions, or of those in float64 bytes."""
         numbers: np.ndarray
         if isinstance(positions, int):
             numbers = np.arange(positions)
-        elif axes:
-            numbers = np.frombuffer(positions, np.float64).reshape(-1, axes)
         else:
-            numbers = np.frombuffer(positions, np.int64)
+            numbers = np.frombuffer(positions).reshape(-1, *axes)
         return self.make(*angles(numbers, head_dim, base, scaling), self.dtype)

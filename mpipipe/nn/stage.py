@@ -483,7 +483,7 @@ class Stage(StageBuffers, Differentiable):
 
         It is not to be written to any more.
         """
-        if name not in self.names.named:
+        if name not in self.gives:
             raise ArgumentError(f"a layer gives the name {name!r} without having it in `gives`")
         self.position.values[name] = tree  # type: ignore[attr-defined]  # of a chain with names
 
@@ -492,7 +492,7 @@ class Stage(StageBuffers, Differentiable):
 
         The gradient is shaped as what was taken, with None in place of an array of integers.
         """
-        gradients = self.names.gradients_for(name, (*self.names.takes, *self.names.named), "takes")
+        gradients = self.names.gradients_for(name, (*self.takes, *self.gives), "takes")
         gradients[name] = sum_of(gradients.get(name), gradient)
 
     def gradient_of(self, name: str) -> Tree:
@@ -500,7 +500,7 @@ class Stage(StageBuffers, Differentiable):
 
         It is the sum of what all takers have added; None where none has.
         """
-        return self.names.gradients_for(name, self.names.named, "gives").pop(name, None)
+        return self.names.gradients_for(name, self.gives, "gives").pop(name, None)
 
     # -- forward and backward
 
@@ -590,11 +590,11 @@ def accepted_input(stage: Stage, x: object, named: bool = False, part: bool = Fa
             expected="numpy.ndarray",
             remedy="build the stage with device='cuda', or give a numpy array",
         )
-    if named or stage.first_layer.takes_any:
+    first = stage.first_layer
+    if named or first.takes_any:
         if device != stage.device:
             x = arrays.upload(x)
         return x
-    first = stage.first_layer
     integers = x.dtype.kind in "iu"
     wide = part and x.dtype == arrays.accumulator(stage.dtype)
     if x.dtype != stage.dtype and not wide and not (integers and first.takes_integers):

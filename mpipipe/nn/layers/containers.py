@@ -52,7 +52,20 @@ class Sequential(Layer):
         return x, saved
 
     def backward_input(self, dy: Array, saved: Saved, whole: bool = False) -> WithPending:
-        """As for all layers; `whole` for that which `backward` does."""
+        """Compute the gradient of the input from that of the output.
+
+        Parameters
+        ----------
+        dy, saved : array, object
+            As for all layers.
+        whole : bool
+            Whether layers do their whole backward at once.
+
+        Returns
+        -------
+        dx, pending : array or None, object
+            As for all layers; nothing is pending after a whole backward.
+        """
         poll = self.stage.poll
         pending: list = []
         dy_of_all = dy

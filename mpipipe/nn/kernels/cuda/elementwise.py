@@ -16,20 +16,23 @@ ELEMENTWISE = HERE / "elementwise.cu"
 SWIGLU = HERE / "swiglu.cu"
 
 
+def int64s(*numbers: int) -> tuple[np.int64, ...]:
+    """Return sizes as kernels take them."""
+    return tuple(map(np.int64, numbers))
+
+
 @Packed
 def _elements(x: DeviceArray, *rest: Any) -> Launch | None:
     *others, name = rest
     check_alike(name, x, *others)
-    return over(
-        ELEMENTWISE, name, x.size, (np.int64(x.size),), T=x.dtype, V=vector_width(x, *others)
-    )
+    return over(ELEMENTWISE, name, x.size, int64s(x.size), T=x.dtype, V=vector_width(x, *others))
 
 
 @Packed
 def _swiglu(both: DeviceArray, inner: DeviceArray, *fresh: DeviceArray) -> Launch | None:
     name, words = ("swiglu_backward", 1) if fresh else ("swiglu", 2)
     check_contiguous(name, both, inner)
-    numbers = np.int64(inner.size), np.int64(inner.shape[1])
+    numbers = int64s(inner.size, inner.shape[1])
     width = vector_width(both, inner, *fresh, divides=inner.shape[1])
     return over(SWIGLU, name, inner.size, numbers, words=words, T=both.dtype, V=width)
 
@@ -111,14 +114,14 @@ def _dropout(x: DeviceArray, y: DeviceArray, keep: DeviceArray) -> Launch | None
     if not x.size:
         return None
     function = arrays.cuda_function(DROPOUT, "dropout", T=x.dtype, V=vector_width(x, y, keep))
-    return Launch(function, grid(x.size, SEGMENT * BLOCK // 32), (BLOCK,), (np.int64(x.size),))
+    return Launch(function, grid(x.size, SEGMENT * BLOCK // 32), (BLOCK,), int64s(x.size))
 
 
 @Packed
 def _dropout_backward(dy: DeviceArray, keep: DeviceArray, dx: DeviceArray) -> Launch | None:
     check_contiguous("dropout_backward", dy, keep)
     width = vector_width(dy, keep, dx)
-    return over(DROPOUT, "dropout_backward", dy.size, (np.int64(dy.size),), T=dy.dtype, V=width)
+    return over(DROPOUT, "dropout_backward", dy.size, int64s(dy.size), T=dy.dtype, V=width)
 
 
 def dropout_backward(dy: DeviceArray, keep: DeviceArray, factor: float) -> DeviceArray:

@@ -16,6 +16,7 @@ from mpipipe.nn.kernels.cuda.elementwise import (
     check_contiguous,
     check_ids,
     check_matrices,
+    int64s,
 )
 
 HERE = Path(__file__).parent
@@ -44,9 +45,7 @@ def linear(x: DeviceArray, weight: DeviceArray, bias: DeviceArray | None = None)
 def _broadcast(bias: DeviceArray, y: DeviceArray, _: int) -> Launch | None:
     outputs = y.shape[1]
     width = vector_width(bias, y, divides=outputs)
-    return over(
-        LINEAR, "broadcast_bias", y.size, (np.int64(y.size), np.int64(outputs)), T=y.dtype, V=width
-    )
+    return over(LINEAR, "broadcast_bias", y.size, int64s(y.size, outputs), T=y.dtype, V=width)
 
 
 def linear_backward_input(dy: DeviceArray, weight: DeviceArray) -> DeviceArray:
@@ -95,10 +94,7 @@ def _sum_rows(dy: DeviceArray) -> Launch:
     chunk = max(STRIPES * 4, -(-rows // max(1, PARTS // tiles)))
     function = arrays.cuda_function(SUMS, "sum_rows", T=dy.dtype, V=lanes)
     return Launch(
-        function,
-        (tiles, -(-rows // chunk)),
-        (LANES, STRIPES),
-        tuple(map(np.int64, (rows, width, chunk))),
+        function, (tiles, -(-rows // chunk)), (LANES, STRIPES), int64s(rows, width, chunk)
     )
 
 
@@ -241,7 +237,7 @@ def _embed(weight: DeviceArray, ids: DeviceArray, y: DeviceArray) -> Launch | No
     check_ids(ids)
     check_contiguous("embed", weight, ids)
     vocab, dim = weight.shape
-    numbers = np.int64(y.size), np.int64(dim), np.int64(vocab)
+    numbers = int64s(y.size, dim, vocab)
     width = vector_width(weight, y, divides=dim)
     return over(EMBED, "embed", y.size, numbers, T=weight.dtype, I=ids.dtype, V=width)
 
@@ -325,7 +321,7 @@ def _turn(x: DeviceArray, table: DeviceArray, target: DeviceArray, inverse: bool
         )
     count = np.int64(x.size // max(width, 2))
     sign = scalar_type(x.dtype)(-1 if inverse else 1)
-    numbers = map(np.int64, (seq, heads, dim, *x_strides, *target_strides))
+    numbers = int64s(seq, heads, dim, *x_strides, *target_strides)
     return over(ROPE, "apply_rope", x.size, (count, sign, *numbers), words=1, T=x.dtype, V=width)
 
 
@@ -372,7 +368,7 @@ def _cross_entropy(
     function = arrays.cuda_function(
         CROSS_ENTROPY, "softmax_cross_entropy", T=dtype, I=ids.dtype, V=width
     )
-    return Launch(function, (rows,), _loss_block(-(-vocab // width)), (np.int64(vocab),))
+    return Launch(function, (rows,), _loss_block(-(-vocab // width)), int64s(vocab))
 
 
 def _loss_block(words: int) -> tuple[int]:
@@ -411,7 +407,7 @@ def _lse(logits: DeviceArray, ids: DeviceArray, *rest: Any) -> Launch:
     check_contiguous(name, logits, ids, *others)
     rows, width = logits.shape
     function = arrays.cuda_function(CROSS_ENTROPY, name, T=logits.dtype, I=ids.dtype, V=1)
-    return Launch(function, (rows,), _loss_block(width), tuple(map(np.int64, (width, *numbers))))
+    return Launch(function, (rows,), _loss_block(width), int64s(width, *numbers))
 
 
 def mean_squared_error(
@@ -434,7 +430,7 @@ def _squared_error(output: DeviceArray, target: DeviceArray, gradient: DeviceArr
     function = arrays.cuda_function(
         SQUARED_ERROR, "squared_error", T=output.dtype, S=target.dtype, V=width
     )
-    return Launch(function, (blocks,), (arrays.BLOCK,), (np.int64(output.size),))
+    return Launch(function, (blocks,), (arrays.BLOCK,), int64s(output.size))
 
 
 def _mean(parts: DeviceArray, divisor: int) -> DeviceArray:

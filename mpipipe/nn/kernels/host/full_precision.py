@@ -117,12 +117,12 @@ def embed_backward(dy: HostArray, ids: HostArray, grad: HostArray) -> None:
     if ids.size == 0:
         return
     ids = ids.reshape(-1)
-    order = np.argsort(ids, kind="stable")  # equal ids side by side, in the order of their rows
-    ids = ids[order]
-    starts = np.flatnonzero(np.concatenate(([True], ids[1:] != ids[:-1])))
+    # Equal ids side by side, in the order of their rows.
+    order = np.argsort(ids, kind="stable")
+    ids, starts = np.unique(ids[order], return_index=True)
     rows = embed(dy.reshape(-1, dy.shape[-1]), order)
     # `reduceat` keeps the interpreter, so that threads would not help.
-    grad[ids[starts]] += np.add.reduceat(rows, starts, axis=0)
+    grad[ids] += np.add.reduceat(rows, starts, axis=0)
 
 
 # -- dropout ---------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ def norm_backward(
     dbias = np.empty_like(dgain)
 
     def mean(terms: HostArray) -> HostArray:
-        return (np.matmul(terms, gain) / len(gain))[:, None]
+        return (terms @ gain / len(gain))[:, None]
 
     def work(piece: tuple[int, slice]) -> None:
         number, at = piece
@@ -354,8 +354,7 @@ def mean_squared_error(
 
     `target` has any dtype.
     """
-    difference = np.empty(output.shape, output.dtype)
-    elementwise(_subtract, difference, output, target)
+    difference = elementwise(_subtract, np.empty(output.shape, output.dtype), output, target)
     total = sum_of_squares(difference.reshape(-1))
     return total / output.size, scale(difference, 2 / output.size * factor, difference)
 

@@ -34,7 +34,7 @@ def linear(x: HostArray, weight: HostArray, bias: HostArray | None = None) -> Ho
             even_pieces(count, 2 * ROWS) or even_pieces(count, ROWS) or even_pieces(width, COLUMNS)
         )
     if not pieces:
-        y = np.matmul(x, weight.T)
+        y = x @ weight.T
         if bias is not None:
             y += bias
         return y
@@ -72,13 +72,13 @@ def linear_backward_weight(dy: HostArray, x: HostArray, grad: HostArray) -> None
     A large product is made in pieces of the gradient, each added while it is still in cache.
     """
     if grad.size <= PIECE:
-        grad += np.matmul(dy.T, x)
+        grad += dy.T @ x
         return
     outputs, inputs = grad.shape
 
     def work(at: slice) -> None:
         part = grad[at]
-        part += np.matmul(dy[:, at].T, x)
+        part += dy[:, at].T @ x
 
     step = max(16, PIECE // inputs)
     each(work, [slice(start, start + step) for start in range(0, outputs, step)])
@@ -104,7 +104,7 @@ def products(
     def work(at: slice) -> None:
         part = c[at]
         if add:
-            part += np.matmul(a[at], b[at])
+            part += a[at] @ b[at]
         else:
             np.matmul(a[at], b[at], out=part)
 
