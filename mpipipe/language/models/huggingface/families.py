@@ -113,10 +113,7 @@ def _read_llama(options: Options) -> Values:
 
 def _read_mistral(options: Options) -> Values:
     common = _decoder(options, "kv_heads")
-    window = _window(options)
-    if window is not None:
-        common["windows"] = (window,) * common["layers"]
-    return common
+    return {**common, "windows": (_window(options),) * common["layers"]}
 
 
 def _read_qwen2(options: Options) -> Values:
@@ -339,10 +336,11 @@ def _window(options: Options) -> int | None:
     return 4096
 
 
-def read_layer_windows(options: Options, layers: int) -> Windows:
+def read_layer_windows(options: Options, layers: int) -> tuple[int | None, ...]:
     """Read windows by layer, from `layer_types` or `max_window_layers`."""
-    used = options.flag("use_sliding_window", False)
     window = _window(options)
+    if not options.flag("use_sliding_window", False):
+        window = None
     first = options.count("max_window_layers", 28, least=0)
     slides = [layer >= first for layer in range(layers)]
     types = options.take("layer_types")
@@ -353,12 +351,10 @@ def read_layer_windows(options: Options, layers: int) -> Windows:
             slides = []
         if not isinstance(types, list) or len(slides) != layers:
             raise options.error("layer_types", f"a list of {layers} of {' and '.join(KINDS)}")
-        if any(slides) and (not used or window is None):
+        if any(slides) and window is None:
             raise options.error(
                 "layer_types", "full_attention alone, where use_sliding_window is false"
             )
-    if not used or window is None or not any(slides):
-        return None
     return tuple(window if slide else None for slide in slides)
 
 
