@@ -161,9 +161,7 @@ class FileTokens(Tokens):
         self._ends = list(accumulate(part.stop - part.start for part in self.parts))
 
     def __len__(self) -> int:
-        if self._ends:
-            return self._ends[-1]
-        return 0
+        return max(self._ends, default=0)
 
     @property
     def nbytes(self) -> int | None:
