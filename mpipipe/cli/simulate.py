@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated
 
 from mpipipe import files, schedules
-from mpipipe.cli.flags import numbers
 from mpipipe.cli.output import refusing, show_lines
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.options import Option, Values
@@ -120,7 +119,14 @@ def costs_of(*texts: str) -> Costs:
     options = ("forward", "input-grad", "weight-grad", "transfer")
     costs = []
     for option, text in zip(options, texts):
-        times = numbers(option, text)
+        try:
+            times = [*map(float, text.split(","))]
+        except ValueError as error:
+            raise ConfigError(
+                f"--{option} is no list of numbers",
+                found=repr(text),
+                expected="a number, or several as in 4,8,16",
+            ) from error
         costs.append(times[0] if len(times) == 1 else times)
     return Costs(*costs)
 
