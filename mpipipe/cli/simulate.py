@@ -70,7 +70,6 @@ def simulate(
         csv = None
         if is_path(schedule):
             csv = schedule
-        if csv is not None:
             refuse(f"--schedule {schedule}, whose order says it", sized)
         sizes = {"ranks": 4, "chunks": 1, "microbatches": 16, "slices": 1, **sized}
         costs = costs_of(forward, input_grad, weight_grad, transfer)
