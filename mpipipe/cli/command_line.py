@@ -207,7 +207,6 @@ ALL = Command("Pipeline parallelism and ring attention over MPI.", commands=COMM
 # -- The parser of a command: argparse with our own error messages and layout of the help ----------
 
 
-LOG_LEVELS = ("debug", "info", "warning", "error")
 # Columns of the help.
 WIDEST = 100
 NOUNS: dict[type, str] = {int: "an integer", float: "a number"}
@@ -316,7 +315,7 @@ def parser_of(prog: str, command: Callable[..., object]) -> Parser:
     general.add_argument(
         "--log-level",
         help="least severe messages to show",
-        choices=LOG_LEVELS,
+        choices=("debug", "info", "warning", "error"),
         default=argparse.SUPPRESS,
     )
     return parser

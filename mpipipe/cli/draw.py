@@ -13,8 +13,6 @@ from mpipipe.errors import ConfigError
 from mpipipe.options import Option
 from mpipipe.schedules import Timeline, from_file, is_path
 
-Out = Annotated[str, Option("new file that ends in .png or .svg", metavar="FILE")]
-
 
 def timeline(**options: Any) -> None:
     """Draw who computes what at which time.
@@ -36,7 +34,7 @@ def _of_schedule(
         str,
         Option("a name that schedules.by_name knows, or FILE.csv, whose order says its own sizes"),
     ],
-    out: Out,
+    out: Annotated[str, Option("new file that ends in .png or .svg", metavar="FILE")],
     ranks: Annotated[int | None, Option("P, ranks of the pipeline")] = None,
     microbatches: Annotated[int | None, Option("M, micro-batches of a step")] = None,
     chunks: Annotated[int | None, Option("V, stages on each rank; default: 1")] = None,

@@ -60,9 +60,8 @@ def evaluate(
             bits = ""
             if result.bits_per_byte is not None:
                 bits = f", {result.bits_per_byte:.6f} bits per byte"
-            outlet = SafeStream(sys.stdout)
-            outlet.write(f"mpipipe: {result.tokens:,} {unit} predicted{bits}\n")
-            outlet.write(
+            SafeStream(sys.stdout).write(
+                f"mpipipe: {result.tokens:,} {unit} predicted{bits}\n"
                 f"mpipipe: evaluated tokens={result.tokens} loss={result.loss:.8f} "
                 f"perplexity={perplexity(result.loss):.6f}\n"
             )

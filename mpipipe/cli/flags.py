@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from mpipipe.errors import ConfigError
 from mpipipe.options import Option, kinds_of, option_of
 
 REQUIRED = inspect.Parameter.empty
@@ -83,18 +82,3 @@ def fields_of(config: type) -> list[Argument]:
         many = kind is tuple
         parameters.append(Argument(entry.name, str if many else kind, many, entry.default, option))
     return parameters
-
-
-# -- Numbers with commas between them, as options of several commands have them --------------------
-
-
-def numbers(option: str, text: str, kind: Callable[[str], object] = float) -> list[Any]:
-    """Read the numbers of an option; raises ConfigError if they are none."""
-    try:
-        return [kind(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ConfigError(
-            f"--{option} is no list of numbers",
-            found=repr(text),
-            expected="a number, or several as in 4,8,16",
-        ) from error

@@ -80,7 +80,7 @@ def generate(
                 read = read_prompts(prompt, prompts, tokenizer)
                 check_prompts(read.tokens, count, folder.model.vocab)
                 # The ids that end an answer.
-                ends = folder.ends or ()
+                ends = folder.ends
                 if not ends and tokenizer is not None and tokenizer.end is not None:
                     ends = (tokenizer.end,)
                 prepared = read.tokens, Sampling(temperature, seed, ends)

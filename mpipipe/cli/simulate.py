@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated
 
 from mpipipe import files, schedules
-from mpipipe.cli.flags import numbers
 from mpipipe.cli.output import refusing, show_lines
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.options import Option, Values
@@ -71,7 +70,6 @@ def simulate(
         csv = None
         if is_path(schedule):
             csv = schedule
-        if csv is not None:
             refuse(f"--schedule {schedule}, whose order says it", sized)
         sizes = {"ranks": 4, "chunks": 1, "microbatches": 16, "slices": 1, **sized}
         costs = costs_of(forward, input_grad, weight_grad, transfer)
@@ -120,7 +118,14 @@ def costs_of(*texts: str) -> Costs:
     options = ("forward", "input-grad", "weight-grad", "transfer")
     costs = []
     for option, text in zip(options, texts):
-        times = numbers(option, text)
+        try:
+            times = [*map(float, text.split(","))]
+        except ValueError as error:
+            raise ConfigError(
+                f"--{option} is no list of numbers",
+                found=repr(text),
+                expected="a number, or several as in 4,8,16",
+            ) from error
         costs.append(times[0] if len(times) == 1 else times)
     return Costs(*costs)
 

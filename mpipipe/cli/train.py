@@ -278,10 +278,9 @@ def described(
     count = estimate.count
     rows = plan.microbatch_rows
     units = estimate.task.units
+    size = counted(rows, "row")
     if units > 1:
         size = f"{rows} x {-(-units // config.seq)}"
-    else:
-        size = counted(rows, "row")
     times = [sum(problem.costs[start:stop]) for start, stop in plan.layer_ranges]
     bubble = schedules.simulate(schedule, schedules.Costs(times, times, times)).bubble_fraction
     lines = [

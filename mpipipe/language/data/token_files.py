@@ -61,10 +61,10 @@ class FileIntegers(Sequence[int]):
             read_bytes(self.path, self.offset + start * size, count * size), self.dtype
         )
 
-    def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (position, values) of all entries."""
+    def blocks(self) -> Iterator[np.ndarray]:
+        """Yield the values of all entries."""
         for start in range(0, self.length, BLOCK):
-            yield start, self.read(start, min(BLOCK, self.length - start))
+            yield self.read(start, min(BLOCK, self.length - start))
 
 
 @dataclass(frozen=True)
@@ -161,9 +161,7 @@ class FileTokens(Tokens):
         self._ends = list(accumulate(part.stop - part.start for part in self.parts))
 
     def __len__(self) -> int:
-        if self._ends:
-            return self._ends[-1]
-        return 0
+        return max(self._ends, default=0)
 
     @property
     def nbytes(self) -> int | None:
@@ -264,7 +262,7 @@ def open_tokens(path: Path) -> TokenFile:
     ids = _open_npy(path, dtype_for(facts.vocab), (facts.tokens,))
     index = _open_npy(rows, "<u8", (2, facts.documents))
     content = blake2b(digest_size=16)
-    for _, block in index.blocks():
+    for block in index.blocks():
         content.update(block.data)
     if content.hexdigest() != facts.index:
         raise _damaged(rows, f"checksum {content.hexdigest()}", facts.index)
@@ -275,7 +273,7 @@ def open_tokens(path: Path) -> TokenFile:
 
 def largest_id(ids: FileIntegers) -> int:
     """The largest of all ids; -1 where there are none."""
-    return max((int(values.max()) for _, values in ids.blocks()), default=-1)
+    return max((int(values.max()) for values in ids.blocks()), default=-1)
 
 
 def npy_header(dtype: str, shape: tuple[int, ...]) -> bytes:

@@ -49,9 +49,7 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of ids, without special tokens."""
         with library_errors(self.path):
-            return str(
-                self.library.decode([int(token) for token in tokens], skip_special_tokens=True)
-            )
+            return str(self.library.decode(list(tokens), skip_special_tokens=True))
 
 
 def open_tokenizer(folder: str | Path, end: str | None = None) -> Tokenizer:
@@ -111,8 +109,7 @@ def _around(library: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ids that the tokenizer puts before and after a text."""
     bare = library.encode("a", add_special_tokens=False).ids
     full = library.encode("a", add_special_tokens=True).ids
-    added = len(full) - len(bare)
-    for count in range(added + 1):
+    for count in range(len(full) - len(bare) + 1):
         if full[count : count + len(bare)] == bare:
             return tuple(full[:count]), tuple(full[count + len(bare) :])
     return (), ()

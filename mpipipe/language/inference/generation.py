@@ -136,9 +136,6 @@ def _draw_all(
 # -- A pipeline that continues sequences of tokens: layers with caches of keys and values
 
 
-LoadWeights: TypeAlias = Callable[[Sequence[nn.Stage]], None]
-
-
 # The pieces of each micro-batch of a forward: the decoder sets them, caches read them.
 Underway: TypeAlias = list[Sequence[Piece]]
 
@@ -247,7 +244,7 @@ def build_decoder(
     mesh: Mesh,
     dtype: str,
     capacity: int,
-    load_weights: LoadWeights,
+    load_weights: Callable[[Sequence[nn.Stage]], None],
     *,
     batch: int = 1,
 ) -> Iterator[Decoder]:

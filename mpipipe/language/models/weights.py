@@ -64,7 +64,5 @@ def own_arrays(stages: Sequence[nn.Stage]) -> dict[str, Array]:
 def copy(trained: Sequence[nn.Stage], stages: Sequence[nn.Stage]) -> None:
     """Set the parameters of `stages` on the host to those of trained ones, by name."""
     targets = own_arrays(stages)
-    for source in trained:
-        values = arrays.download_all(list(source.parameters.values()))
-        for name, value in zip(source.parameters, values):
-            targets[name][...] = value
+    for name, array in own_arrays(trained).items():
+        targets[name][...] = arrays.download(array)

@@ -25,13 +25,12 @@ class Family:
     prefix : prefix of their names, which files of the bare decoder leave out
     table : names of their tensors
     buffers : ends of names of arrays that are no parameters, which some files have
-    read, write : fields of models.GPT from options, and back; see `expressed`
+    read : fields of models.GPT from options; see `expressed` for the way back
     """
 
     name: str
     architecture: str
     read: Callable[[Options], Values]
-    write: Callable[[GPT], Values]
     prefix: str = "model."
     table: tuple[names.Tensor, ...] = names.LLAMA
     buffers: tuple[str, ...] = (".rotary_emb.inv_freq",)
@@ -71,11 +70,6 @@ def _read(options: Options, table: Mapping[str, str], **defaults: object) -> Val
     return fields
 
 
-def _written(model: GPT, table: Mapping[str, str]) -> Values:
-    """Return the options in a table of names."""
-    return {theirs: getattr(model, ours) for theirs, ours in table.items()}
-
-
 def _decoder(options: Options, *required: str) -> Values:
     """Read what all families but GPT-2 share; `required` fields have no default here."""
     heads = options.count("num_attention_heads")
@@ -88,8 +82,8 @@ def _decoder(options: Options, *required: str) -> Values:
     return _read(options, SIZES, **defaults) | {"rope_base": base, "rope_scaling": scaling}
 
 
-def _decoder_options(model: GPT, **more: object) -> Values:
-    """Return what all families but GPT-2 write, and more."""
+def _options_of(model: GPT) -> Values:
+    """Return a model in the options of all families; each reads its own."""
     scaling: Any = model.rope_scaling
     if scaling is not None:
         numbers = {}
@@ -97,12 +91,16 @@ def _decoder_options(model: GPT, **more: object) -> Values:
             if value is not None:
                 numbers[SCALING_NAMES.get(name, name)] = value
         scaling = numbers
+    options = {theirs: getattr(model, ours) for theirs, ours in (SIZES | GPT2_SIZES).items()}
     return {
-        **_written(model, SIZES),
+        **options,
+        **layer_window_options(model.windows),
         "hidden_act": "silu",
+        "activation_function": TANH_GELU[0],
         THETA: model.rope_base,
         SCALING: scaling,
-        **more,
+        "attention_bias": model.qkv_bias,
+        "mlp_bias": model.feed_forward_bias,
     }
 
 
@@ -115,10 +113,7 @@ def _read_llama(options: Options) -> Values:
 
 def _read_mistral(options: Options) -> Values:
     common = _decoder(options, "kv_heads")
-    window = _window(options)
-    if window is not None:
-        common["windows"] = (window,) * common["layers"]
-    return common
+    return {**common, "windows": (_window(options),) * common["layers"]}
 
 
 def _read_qwen2(options: Options) -> Values:
@@ -159,39 +154,14 @@ def _read_gpt2(options: Options) -> Values:
 
 # In this order a model that several families can express is written as the first of them.
 _ALL = (
-    Family(
-        "llama",
-        "LlamaForCausalLM",
-        _read_llama,
-        lambda model: _decoder_options(
-            model, attention_bias=model.qkv_bias, mlp_bias=model.feed_forward_bias
-        ),
-    ),
-    Family(
-        "mistral",
-        "MistralForCausalLM",
-        _read_mistral,
-        lambda model: _decoder_options(model, sliding_window=(model.windows or (None,))[0]),
-    ),
-    Family(
-        "qwen2",
-        "Qwen2ForCausalLM",
-        _read_qwen2,
-        lambda model: _decoder_options(model, **layer_window_options(model.windows)),
-    ),
-    Family(
-        "qwen3",
-        "Qwen3ForCausalLM",
-        _read_qwen3,
-        lambda model: _decoder_options(
-            model, **layer_window_options(model.windows), attention_bias=model.qkv_bias
-        ),
-    ),
+    Family("llama", "LlamaForCausalLM", _read_llama),
+    Family("mistral", "MistralForCausalLM", _read_mistral),
+    Family("qwen2", "Qwen2ForCausalLM", _read_qwen2),
+    Family("qwen3", "Qwen3ForCausalLM", _read_qwen3),
     Family(
         "gpt2",
         "GPT2LMHeadModel",
         _read_gpt2,
-        lambda model: {**_written(model, GPT2_SIZES), "activation_function": TANH_GELU[0]},
         prefix="transformer.",
         table=names.GPT2,
         buffers=(".attn.bias", ".attn.masked_bias"),
@@ -213,12 +183,15 @@ def expressed(model: GPT, first: Family | None = None) -> tuple[Family, Values]:
     of_training: Values = {"dropout": model.dropout, "head_slices": model.head_slices}
     for family in families:
         try:
-            options = family.write(model)
-            again = GPT(**family.read(Options(options, Path("config.json"))))
+            everything = _options_of(model)
+            options = Options(everything, Path("config.json"))
+            again = GPT(**family.read(options))
         except (ArgumentError, AttributeError):  # the latter of a model that is no GPT
             continue
         if replace(again, seq_len=model.seq_len, **of_training) == model:
-            return family, options
+            for name in options.left:
+                del everything[name]
+            return family, everything
     raise ConfigError(
         "no family of Hugging Face models here can express this model",
         found=repr(model),
@@ -363,10 +336,11 @@ def _window(options: Options) -> int | None:
     return 4096
 
 
-def read_layer_windows(options: Options, layers: int) -> Windows:
+def read_layer_windows(options: Options, layers: int) -> tuple[int | None, ...]:
     """Read windows by layer, from `layer_types` or `max_window_layers`."""
-    used = options.flag("use_sliding_window", False)
     window = _window(options)
+    if not options.flag("use_sliding_window", False):
+        window = None
     first = options.count("max_window_layers", 28, least=0)
     slides = [layer >= first for layer in range(layers)]
     types = options.take("layer_types")
@@ -377,12 +351,10 @@ def read_layer_windows(options: Options, layers: int) -> Windows:
             slides = []
         if not isinstance(types, list) or len(slides) != layers:
             raise options.error("layer_types", f"a list of {layers} of {' and '.join(KINDS)}")
-        if any(slides) and (not used or window is None):
+        if any(slides) and window is None:
             raise options.error(
                 "layer_types", "full_attention alone, where use_sliding_window is false"
             )
-    if not used or window is None or not any(slides):
-        return None
     return tuple(window if slide else None for slide in slides)
 
 
