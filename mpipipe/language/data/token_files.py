@@ -355,11 +355,11 @@ def megatron_pair(path: Path) -> tuple[Path, Path] | None:
 
 def _open_megatron(tokens: Path, index: Path) -> TokenFile:
     size = size_of(index)
-    content = read_bytes(index, 0, size)
-    if size < MEGATRON_HEADER.size or not content.startswith(MEGATRON_MAGIC):
+    header = read_bytes(index, 0, min(size, MEGATRON_HEADER.size))
+    if size < MEGATRON_HEADER.size or not header.startswith(MEGATRON_MAGIC):
         expected = f"an index that begins {MEGATRON_MAGIC!r}"
-        raise _bad_index(index, f"{size} bytes that begin with {content[:9]!r}", expected)
-    _, version, code, sequences, entries = MEGATRON_HEADER.unpack_from(content)
+        raise _bad_index(index, f"{size} bytes that begin with {header[:9]!r}", expected)
+    _, version, code, sequences, entries = MEGATRON_HEADER.unpack(header)
     if version != 1 or code not in MEGATRON_DTYPES:
         raise _bad_index(
             index, f"version {version}, dtype {code}", "version 1, and a dtype of integers"
@@ -368,6 +368,7 @@ def _open_megatron(tokens: Path, index: Path) -> TokenFile:
     if size != needed:
         expected = f"{needed} for {sequences} sequences and {entries} entries of documents"
         raise _bad_index(index, f"{size} bytes", expected)
+    content = read_bytes(index, 0, size)
     dtype = MEGATRON_DTYPES[code]
     itemsize = np.dtype(dtype).itemsize
     offset = MEGATRON_HEADER.size
