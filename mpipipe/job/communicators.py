@@ -74,7 +74,7 @@ def world_ranks(comm: Communicator) -> Ranks:
 
 def split(comm: Communicator, color: int, key: int, name: str) -> Communicator:
     """Return the ranks with this `color`, by `key`; call it right after an agreement."""
-    part: Communicator = comm.Split(color, key)  # type: ignore[assignment]  # of one group
+    part: Communicator = comm.Split(color, key)
     part.Set_name(f"mpipipe {name}")
     return part
 

@@ -85,6 +85,7 @@ def run_or_abort(main: Callable[[], object]) -> int:
         with _watching_os_exit(world):
             end = _run(main, world)
     finally:
+        report.forget()
         stop_signals.ignore()
         _running.clear()
     if not is_rank():  # forked by the program: it must not touch MPI
@@ -149,12 +150,14 @@ def _watching_os_exit(world: JobRanks) -> Iterator[None]:
     Otherwise the other ranks would wait for ever, and some launchers would call the job a success.
     """
     original = os._exit
+    leaving = threading.Event()
 
     def exit_rank(status: int) -> NoReturn:
         if is_rank() and not finalized():
+            leaving.set()
             write(f"{world.head}\n  os._exit({status}) was called: the other ranks cannot go on\n")
             faulthandler.dump_traceback(all_threads=False)
-            report.wait_for_launcher()
+            report.wait_for_launcher()  # a program that ends meanwhile waits below
             abort_job(runtime.world(), status & 0xFF or 1)
         original(status)
 
@@ -162,6 +165,8 @@ def _watching_os_exit(world: JobRanks) -> Iterator[None]:
     try:
         yield
     finally:
+        if leaving.is_set():  # another thread ends the job
+            time.sleep(report.TAKEN_SECONDS + GRACE)
         os._exit = original
 
 

@@ -178,6 +178,11 @@ def install(MPI: ModuleType) -> None:
     MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: before_finalize()), True)
 
 
+def forget() -> None:
+    """Forget what a program showed by `sys.excepthook`: `run_or_abort` has dealt with its end."""
+    _deaths.clear()
+
+
 # -- What happens at the end of a rank's script: its peers learn of it -----------------------------
 #
 # A process that a script forked is no rank: it says nothing when it ends.

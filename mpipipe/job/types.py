@@ -19,7 +19,7 @@ Buffer: TypeAlias = Any
 MpiCommunicator: TypeAlias = "MPI.Intracomm"
 MpiRequest: TypeAlias = "MPI.Request"
 # Only `runtime.in_process` asks which of the two it is.
-Communicator: TypeAlias = "MPI.Intracomm | ThreadCommunicator"
+Communicator: TypeAlias = "MPI.Comm | ThreadCommunicator"
 
 
 class Testable(Protocol):

@@ -167,6 +167,23 @@ run_or_abort(program)
 """
 
 
+SHOWN = """
+import sys
+from mpipipe.job import run_or_abort, runtime
+
+def program():
+    runtime.world().Barrier()
+    sys.excepthook(ValueError, ValueError("dry paint"), None)
+
+sys.exit(run_or_abort(program))
+"""
+
+
+def test_an_exception_that_a_program_only_shows_is_no_end_of_it(launch):
+    job = launch(2, SHOWN)
+    assert job.returncode == 0 and job.stderr.count("dry paint") == 2, job
+
+
 @pytest.mark.parametrize("end", ["time.sleep(0.2)", "time.sleep(1e-3); sys.exit(0)"])
 def test_a_thread_that_leaves_by_os_exit_ends_the_job_before_the_program_ends(launch, end):
     job = launch(2, THREAD.replace("END", end))
