@@ -262,8 +262,10 @@ class CheckedStage:
         what = "forward returned an output that is not finite"
         checks.finite(y, "y", what, [("the input of this call", x), *self._sources()])
         if not again:
-            to_user = self.number == checks.last_stage and not position.keeps
-            arrays["y"] = self._returned("y", y, [x], to_user)
+            # A message may still read it, or the user gets it, and no backward looks at it.
+            training = checks.call is not None and checks.call.training
+            to_end = not position.keeps and (training or self.number == checks.last_stage)
+            arrays["y"] = self._returned("y", y, [x], to_end)
         if not position.keeps:
             return y, saved
         if position.recompute != "later":
@@ -306,6 +308,9 @@ class CheckedStage:
         y = arrays.pop("y")
         if y in self.checks.recent:
             self.checks.recent.remove(y)
+        if self.number == self.checks.last_stage:  # a share, too, may be too large for its dtype
+            what = "the gradient of the loss, times the share of its micro-batch, is not finite"
+            self.checks.finite_gradient(dy, "dy", what)
         arrays["dy"] = self._watched("dy", dy)
         result = self._computed(action, work, arrays, dy, saved)
         dx = result

@@ -447,7 +447,7 @@ class AskedBatch:
         if rows:
             self.specs = _specs_with_rows(spec, self.rows)
         if self.specs[0] != spec:
-            first = self._ask(0)[0]
+            self._ask(0, lambda _: first)  # raises
         if self.slicing.count > 1:  # all must have the positions
             self.slicing.counts(self.rows, self.specs)
         self.left[0] = self._units(0, first)
@@ -465,14 +465,16 @@ class AskedBatch:
     def _units(self, microbatch: int, tree: Tree) -> list[Tree]:
         return self.slicing.units(tree, self.specs[microbatch])[::-1]
 
-    def _ask(self, microbatch: int) -> tuple[Tree, MessageSpec, int]:
+    def _ask(
+        self, microbatch: int, function: Callable[[int], Tree] | None = None
+    ) -> tuple[Tree, MessageSpec, int]:
         """Return a micro-batch, its spec and rows; errors name it.
 
         It is a read-only copy: the function may fill the same arrays again.
         """
         name = f"{self.name}({microbatch})"
         try:
-            tree = self.function(microbatch)
+            tree = (function or self.function)(microbatch)
             spec = MessageSpec.of(tree)
             rows = spec.rows
             if self.specs and spec != self.specs[microbatch]:

@@ -10,7 +10,7 @@ from support import dense
 from mpipipe import Branches, Pipeline, arrays, nn, optim
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, NonFiniteError, PeerError, StageError
 from mpipipe.job import inprocess
-from mpipipe.schedules import looped_bfs, one_f_one_b, with_skips, zero_bubble_h1
+from mpipipe.schedules import gpipe, looped_bfs, one_f_one_b, with_frozen, with_skips, zero_bubble_h1
 
 MICROBATCHES, AT, ROWS, DIM = 4, 2, 8, 4
 
@@ -435,3 +435,49 @@ def test_device_arrays_are_looked_at_by_checksums(gpu, comm, fault):
         names(found, NonFiniteError, 1 % comm.size, 1, AT, r"y, float64.*4 NaN.*at \[0, 0\]: nan")
     else:
         names(found, StageError, 1 % comm.size, 1, AT, "forward wrote to x")
+
+
+class Frozen:
+    """y = 2 x, in one of `count` arrays that are used in turn; its dx is small."""
+
+    parameters = gradients = None
+
+    def __init__(self, count):
+        self.ring = [np.empty((2, 2), np.float16) for _ in range(count)]
+        self.calls = 0
+
+    def forward(self, x):
+        y = self.ring[self.calls % len(self.ring)]
+        self.calls += 1
+        np.multiply(x, 2, out=y)
+        return y, x
+
+    def backward(self, dy, x):
+        return np.clip(dy, -1, 1)
+
+
+def checked_step(schedule, loss, count):
+    """Run a step in check mode on two threads; `count` arrays of outputs are used in turn."""
+    rows = 2 * schedule.microbatches
+
+    def job(comm):
+        x = np.arange(2 * rows, dtype=np.float16).reshape(rows, 2)
+        with Pipeline([Frozen(count)], schedule, comm, loss, check=True) as pipeline:
+            pipeline.step(*dense.placed(schedule, comm.rank, x, x))
+
+    return inprocess.run(2, job)
+
+
+def test_an_output_that_no_backward_looks_at_is_watched_to_the_end_of_the_call():
+    """A message may still read it: here the eleventh forward writes to the output of the first."""
+    schedule = with_frozen(gpipe(2, 16), [0])
+    with pytest.raises(StageError, match="y was written to after its stage had returned it"):
+        checked_step(schedule, nn.mean_squared_error, 10)
+
+
+def test_a_gradient_of_the_loss_that_its_weight_makes_too_large_is_found():
+    def heavy(output, target):
+        return 1.0, np.full_like(output, 30000.0), 1e6
+
+    with pytest.raises(NonFiniteError, match="gradient of the loss, times the share"):
+        checked_step(gpipe(2, 2), heavy, 100)
