@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
-from mpipipe import nn, optim, schedules
+from mpipipe import attention, nn, optim, schedules
 from mpipipe.attention import Layout
 from mpipipe.errors import ArgumentError
 
@@ -53,7 +53,25 @@ def test_a_stage_and_its_optimizer_are_not_copied_and_say_what_to_do(copied):
         copy.deepcopy(optim.SGD([stage()], lr=0.1))
 
 
-def test_layers_that_no_stage_has_can_be_copied():
-    for again in (pickle.loads(pickle.dumps(nn.Linear(3, 2))), copy.deepcopy(nn.Linear(3, 2))):
-        one, other = nn.Stage([nn.Linear(3, 2)], seed=4), nn.Stage([again], seed=4)
-        assert np.array_equal(one.parameters.flat, other.parameters.flat)
+LAYERS = {
+    "Linear": (lambda: nn.Linear(4, 4), (2, 8, 4)),
+    "Conv": (lambda: nn.Conv(4, 4, (3,)), (2, 8, 4)),
+    "SpectralConv": (lambda: nn.SpectralConv(4, 4, (2,)), (2, 8, 4)),
+    "PreNormResidual": (lambda: nn.PreNormResidual(nn.RMSNorm(4), nn.Linear(4, 4)), (2, 8, 4)),
+    "LearnedPositions": (lambda: nn.LearnedPositions(8, 4), (2, 8, 4)),
+    "SelfAttention": (lambda: nn.SelfAttention(4, 2, attend=attention.Local()), (2, 8, 4)),
+    "SwiGLU": (lambda: nn.SwiGLU(4, 8), (2, 8, 4)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_that_no_stage_has_can_be_copied(name):
+    """The copies are layers of their own: one is bound and called, and then the other."""
+    make, shape = LAYERS[name]
+    layer = make()
+    copies = [pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)]
+    x = np.random.default_rng(0).standard_normal(shape, np.float32)
+    expected, _ = nn.Stage([make()], seed=4).forward(x)
+    for again in copies:
+        found, _ = nn.Stage([again], seed=4).forward(x)
+        assert np.array_equal(found, expected)

@@ -185,7 +185,7 @@ class Sliced(Attend):
         if step != self._step:
             self._sequences.clear()
         self._step = step
-        self._now = position
+        self._now = Position(*position)  # without the values of names
 
     def positions(self, rows: int) -> np.ndarray:
         _, part, _ = self._unit()

@@ -195,17 +195,18 @@ class FlatOptimizer:
         """
         # A rank without parameters has the kinds, too.
         named: dict[str, dict[str, Any]] = {kind: {} for state in self.state for kind in state}
+        numbers = {id(stage): number for number, stage in enumerate(self._updated)}
         for stage in self._updated:
             for name, like in stage.gradients.items():
                 owner, key = stage.owners.get(name, (stage, name))
-                if owner not in self._updated:
+                if id(owner) not in numbers:
                     raise ArgumentError(
                         f"the tied parameter {name} belongs to a stage that this optimizer does "
                         "not have",
                         stage=stage.index,
                         remedy="give the optimizer all stages of this rank",
                     )
-                number = self._updated.index(owner)
+                number = numbers[id(owner)]
                 start = self._updated[number].gradients.offsets[key]
                 for kind, buffer in self.state[number].items():
                     entries = named[kind]

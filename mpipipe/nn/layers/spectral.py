@@ -54,6 +54,9 @@ class SpectralConv(Layer):
         self.frequencies = (*(2 * count for count in modes[:-1]), modes[-1])
         shape = (*self.frequencies, inputs, outputs, 2)
         self.declared = {"weight": normal(shape, gain * (2 * inputs) ** -0.5)}
+
+    def bound(self) -> None:
+        # Not before: a copy of a layer would share the cache, with the layer that it calls.
         self._matrices = cache(self._made)
 
     # Shapes, with K the frequencies of all axes, P the problems, and (re, im) or (n, re) for pairs

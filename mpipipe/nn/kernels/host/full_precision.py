@@ -317,7 +317,7 @@ def norm_backward(
         normal = x[at]
         if centred:
             normal = _centred(normal, out)
-        normal = normal * r
+        normal = np.multiply(normal, r, order="C")
         product = part * normal
         np.add.reduce(product, 0, out=dgain[number])
         normal *= mean(product)
