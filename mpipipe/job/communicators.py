@@ -25,12 +25,12 @@ Item = TypeVar("Item")
 ARRIVAL_SECONDS = 3.0  # for messages that a rank has sent before it left
 
 
-def make(comm: Communicator, opens: bool = False) -> tuple[Communicator, GroupName, bool]:
+def make(comm: Communicator, covered: bool = True) -> tuple[Communicator, GroupName, bool]:
     """Make a duplicate of `comm`; collective, and never inside MPI for long.
 
     When it returns, every rank has its own: so no rank that leaves afterwards can be missed here.
-    `opens` says whether the watchdog of this rank may open a channel to the others. Returns the
-    duplicate, a name of it that is the same on all ranks, and whether all may do so.
+    `covered` says whether the watchdog of this rank needs no new channel to the others. Returns
+    the duplicate, a name of it that is the same on all ranks, and whether none needs one.
     """
     members = world_ranks(comm)
     makings = current_rank().makings
@@ -39,7 +39,7 @@ def make(comm: Communicator, opens: bool = False) -> tuple[Communicator, GroupNa
     new, request = comm.Idup()
     what = f"all {comm.size} ranks of a communicator to make one like it"
     wait_for_ranks(own(request), what, members, meeting=(name, makings[name]))
-    row = np.array([makings[name], opens], np.int64)
+    row = np.array([makings[name], covered], np.int64)
     table = np.empty((comm.size, row.size), row.dtype)
     request = own(new.Iallgather(row, table))
     wait_for_ranks(request, "all ranks of a new communicator", members, grace=ARRIVAL_SECONDS)

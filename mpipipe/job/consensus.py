@@ -209,7 +209,7 @@ def digest(call: str, facts: Facts) -> int:
 
 def _gather(group: RankGroup, reasons: list[Reason], what: str) -> list[Reason]:
     """Return the entries of all ranks, which all know that something is wrong."""
-    content = pickle.dumps(reasons)
+    content = _pickled(reasons)
     sizes = exchange(group, [len(content)], what)[:, 0].tolist()
     gathered: list[Reason] = []
     for block in spread(group, content, sizes, what):
@@ -217,6 +217,20 @@ def _gather(group: RankGroup, reasons: list[Reason], what: str) -> list[Reason]:
     with suppress(PeerError):  # no rank may end over this before all know what it is about
         exchange(group, [], what)
     return gathered
+
+
+def _pickled(reasons: list[Reason]) -> bytes:
+    """Return entries as bytes; an error that cannot be pickled becomes its text."""
+    try:
+        return pickle.dumps(reasons)
+    except Exception:
+        plain = []
+        for reason in reasons:
+            error = reason.error
+            if error is not None:
+                error = ArgumentError(f"{type(error).__name__}: {error}")
+            plain.append(reason._replace(error=error))
+        return pickle.dumps(plain)
 
 
 def spread(group: RankGroup, content: bytes, sizes: list[int], what: str) -> list[Any]:
@@ -236,11 +250,11 @@ def exchange(group: RankGroup, row: Sequence[int], what: str) -> np.ndarray:
 
 def _all_rows(group: RankGroup, row: np.ndarray, length: int, what: str) -> np.ndarray:
     """Return the rows of all ranks, one below the other, each filled up with zeros."""
-    padded = np.zeros(length, row.dtype)
-    padded[: len(row)] = row
-    if group.size == 1:
-        return padded[None]
-    table = np.empty((group.size, length), row.dtype)
     with group.failing(what):
+        padded = np.zeros(length, row.dtype)
+        padded[: len(row)] = row
+        if group.size == 1:
+            return padded[None]
+        table = np.empty((group.size, length), row.dtype)
         wait_for(own(group.comm.Iallgather(padded, table)), what, group)
     return table

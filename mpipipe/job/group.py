@@ -66,9 +66,9 @@ class RankGroup:
     def __init__(self, comm: Communicator) -> None:
         watchdog = watch_over(comm)
         self.members = communicators.world_ranks(comm)
-        opens = watchdog is not None and watchdog.may_open(self.members)
+        covered = watchdog is None or watchdog.covers(self.members)
         # The key names this group on all its ranks alike.
-        self.comm, self.key, opens = communicators.make(comm, opens)
+        self.comm, self.key, covered = communicators.make(comm, covered)
         self.context = current_rank()
         self.rank = comm.rank
         self.size = comm.size
@@ -86,7 +86,7 @@ class RankGroup:
         self._sending: list[Request] = []
         # a message that has arrived, and its buffer
         self._receiving: tuple[Request, np.ndarray] | None = None
-        if watchdog is not None and opens:
+        if watchdog is not None and not covered:
             watchdog.open_channel(self)
         self.context.groups.append(self)
 

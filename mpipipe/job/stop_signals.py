@@ -156,7 +156,9 @@ def _set_handlers() -> None:
     """Catch the signals of all active objects, and no others."""
     wanted = {number for stops in _active for number in stops._numbers}
     if wanted and not _listening:
-        _listening.append(SignalListener())
+        listener = SignalListener()
+        _listening.append(listener)
+        listener.start()
     for number in wanted - _before.keys():
         _before[number] = signal.signal(number, _note)
         # Libraries in C may not expect that a system call is cut short.
@@ -164,10 +166,11 @@ def _set_handlers() -> None:
     for number in _before.keys() - wanted:
         signal.signal(number, _before.pop(number))
     for listener in tuple(_listening):
+        if not wanted:
+            _listening.remove(listener)
         with suppress(BlockingIOError):
             os.write(listener.write, WAKE)
         if not wanted:
-            _listening.remove(listener)
             signal.set_wakeup_fd(listener.previous)
             # A forked child has no such thread: it is over there.
             listener.join()
@@ -183,12 +186,11 @@ class SignalListener(threading.Thread):
         self.read, self.write = os.pipe()
         os.set_blocking(self.write, False)
         self.previous = signal.set_wakeup_fd(self.write, warn_on_full_buffer=False)
-        self.start()
 
     def run(self) -> None:
         """Listen."""
         content = b""
-        while innermost := _active[-1:]:
+        while self in _listening and (innermost := _active[-1:]):
             seconds = innermost[0]._look(content)
             content = b""
             if select.select([self.read], [], [], seconds)[0]:

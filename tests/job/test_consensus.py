@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpipipe.errors import ArgumentError, MismatchError, PeerError
+from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, PeerError
 from mpipipe.job import inprocess
 from mpipipe.job.consensus import Ballot
 from mpipipe.job.group import RankGroup, group_of
@@ -80,6 +80,19 @@ def test_errors_with_any_content_can_be_told(comm):
 
     error = ArgumentError("wet paint", found=Odd()) if comm.rank == 0 else None
     assert "an odd thing" in everyone_raises(comm, ArgumentError, lambda: group.agree("a call", error=error))
+    group.close()
+
+
+def test_an_error_of_a_class_that_other_ranks_do_not_have_comes_as_its_text(comm):
+    group = RankGroup(comm)
+
+    class Own(MpipipeError):
+        """A class within a function, which nothing can pickle."""
+
+    error = Own("wet paint") if comm.rank == 0 else None
+    with pytest.raises(MpipipeError, match="wet paint"):
+        group.agree("a call", error=error)
+    group.agree("all go on")
     group.close()
 
 

@@ -270,12 +270,13 @@ import os, signal, socket, subprocess, time
 from mpipipe.job.context import RankContext
 from mpipipe.job.stop_signals import StopSignals
 from mpipipe.job.watch.dump import GONE, RankPlace
-from mpipipe.job.watch.watchdog import Watchdog
+from mpipipe.job.watch.watchdog import Channel, Watchdog
 child = subprocess.Popen(["sleep", "60"])
 here = socket.gethostname()
 hosts = (here, os.getpid()), (here, child.pid), ("there", 2**22 + 1)
 watchdog = Watchdog(RankContext())
-watchdog.places = {4 + index: RankPlace(host, pid, True, -1) for index, (host, pid) in enumerate(hosts)}
+places = {4 + index: RankPlace(host, pid, True, -1) for index, (host, pid) in enumerate(hosts)}
+watchdog.channels.append(Channel(None, places))
 ends = []
 def hopeless():
     states = watchdog.states_on_host()
@@ -294,6 +295,20 @@ print(ends)
 """
     job = launch(0, script)
     assert job.stdout == "SIGTERM\n[]\n[('', 143)]\n", job.stderr
+
+
+def test_signals_that_were_held_may_be_given_up(launch):
+    """As by `preempt_signals = "none"` in a file: afterwards they do what they did before."""
+    script = """
+import os, signal
+from mpipipe.job import stop_signals
+stop_signals.hold("USR2,TERM")
+stop_signals.change(())
+print("changed", flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+    job = launch(0, script)
+    assert (job.returncode, job.stdout) in {(-signal.SIGTERM, "changed\n"), (128 + signal.SIGTERM, "changed\n")}, job
 
 
 def test_a_thread_cannot_catch_signals():

@@ -228,6 +228,25 @@ else:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("color, ranks", [("rank // 2", 4), ("min(rank // 2, 1)", 3)])
+def test_ranks_that_wait_in_one_of_two_communicators_that_overlap_are_no_hang(play, color, ranks):
+    """Rows of a mesh, then columns: the ranks of one row make progress for longer than the limit, all others wait."""
+    body = f"""
+from mpipipe.job import group_of
+rows = group_of(comm.Split({color}, rank))
+columns = group_of(comm.Split(rank % 2, rank))
+if rank < 2:
+    for number in range(6):
+        time.sleep(0.8)
+        rows.agree(f"row {{number}}")
+columns.agree("columns")
+print("finished", flush=True)
+"""
+    job = play(body, ranks=ranks, run=False)
+    assert job.returncode == 0 and job.stdout.count("finished") == ranks, job
+
+
+@pytest.mark.long
 def test_the_report_of_a_training_lies_in_its_folder(play, tmp_path):
     body = """
 from mpipipe.language.models import GPT

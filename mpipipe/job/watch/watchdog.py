@@ -23,7 +23,7 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
@@ -57,10 +57,21 @@ HASTE_SECONDS = 0.02
 
 
 @dataclass
+class Channel:
+    """A communicator of watchdogs, without other messages."""
+
+    comm: MpiCommunicator
+    # world rank -> where it runs, in the order of the ranks of `comm`
+    places: dict[int, RankPlace]
+    receiving: MpiRequest | None = None
+
+
+@dataclass
 class Question:
-    """A question of one watchdog to all the others."""
+    """A question of one watchdog to all the others of a channel."""
 
     wait: RankWait
+    channel: Channel
     asked: float  # time.monotonic() then
     quiet: float  # seconds without progress until then
     answers: dict[int, Dump] = field(default_factory=dict)  # world rank -> what it says
@@ -69,20 +80,16 @@ class Question:
 class Watchdog:
     """Watches over one rank, that of `context`, and over the others while this one waits.
 
-    Its channel is a communicator without other messages: of the ranks of the first group, until
-    one with all of these and more is made.
+    Every group of several ranks is in some channel: groups may overlap, as rows and columns do.
     """
 
     def __init__(self, context: RankContext) -> None:
         self.context = context
-        self.channel: MpiCommunicator | None = None
-        # world rank -> where it runs, in the order of the channel's ranks
-        self.places: dict[int, RankPlace] = {}
+        self.channels: list[Channel] = []
         # What all ranks say, since the last progress of this one.
         self.dumps: Dumps = {}
         self.quiet = 0.0  # seconds without progress of this rank, while this watchdog was awake
         self._sending: list[MpiRequest] = []
-        self._receiving: MpiRequest | None = None
         self._token: object = None
         self._now = time.monotonic()
         self._lock = threading.Lock()
@@ -106,14 +113,20 @@ class Watchdog:
 
     # -- life --------------------------------------------------------------------------------------
 
-    def may_open(self, members: Ranks) -> bool:
-        """Return whether these ranks may have a channel: all that this rank watches, and more."""
-        return len(members) > 1 and set(self.places) < set(members)
+    def covers(self, members: Ranks) -> bool:
+        """Return whether one channel has all these ranks, or none can: ranks of another job."""
+        return len(members) < 2 or -1 in members or self._channel_of(members) is not None
+
+    def _channel_of(self, members: Sequence[int]) -> Channel | None:
+        """Return the largest channel that has all these ranks."""
+        having = [x for x in self.channels if x.places.keys() >= set(members)]
+        return max(having, key=lambda channel: len(channel.places), default=None)
 
     def states_on_host(self) -> dict[int, str]:
         """Return the state of the process of each world rank on the host of this one."""
         host = socket.gethostname()
-        return {rank: place.state for rank, place in self.places.items() if place.host == host}
+        places = {rank: place for x in tuple(self.channels) for rank, place in x.places.items()}
+        return {rank: place.state for rank, place in places.items() if place.host == host}
 
     def blame(self) -> str:
         """Say what others do that keeps this rank waiting, after "; "; "" if that is not known."""
@@ -128,13 +141,12 @@ class Watchdog:
         sizes = [PLACE_BYTES] * group.size
         places = spread(group, pickle.dumps(place), sizes, "the hosts of all ranks")
         with self._lock:
-            self.places = dict(zip(group.members, places))
-            self.channel = private
+            self.channels.append(Channel(private, dict(zip(group.members, places))))
         self.start()
 
     def start(self) -> None:
         """Start the thread, where there is something to watch and MPI allows it."""
-        if self.context.watch_limit == inf or self._thread is not None or self.channel is None:
+        if self.context.watch_limit == inf or self._thread is not None or not self.channels:
             return
         if self._stop.is_set() or not runtime.threads_allowed():
             return
@@ -184,41 +196,39 @@ class Watchdog:
             self._again = 0.0
             self.dumps = {}
             self._question = None
-        try:
-            for member, asked, dump in self._read():
-                self._take(member, asked, dump)
-        except Exception as error:  # the network is gone: a rank is silent then
-            self._log(error)
+        self._sending = [request for request in self._sending if not request.Test()]
+        for channel in self.channels:
+            try:
+                for member, asked, dump in self._read(channel):
+                    self._take(channel, member, asked, dump)
+            except Exception as error:  # the network is gone: a rank is silent then
+                self._log(error)
         waits = tuple(self.context.long_waits)
         if self._question is not None:
             self._go_on(self._question)
         elif waits and waits[0].members:
             self._ask(waits[0])
 
-    def _read(self) -> Iterator[tuple[int, float, Dump | None]]:
+    def _read(self, channel: Channel) -> Iterator[tuple[int, float, Dump | None]]:
         """Give (world rank, time of the question, its answer or None) of all that has arrived."""
-        channel = self.channel
-        if channel is None:
-            return
-        self._sending = [request for request in self._sending if not request.Test()]
+        comm = channel.comm
         status = runtime.mpi().Status()
-        while self._receiving is not None or channel.Iprobe(status=status):
-            if self._receiving is None:
+        while channel.receiving is not None or comm.Iprobe(status=status):
+            if channel.receiving is None:
                 buffer = bytearray(status.Get_count())
-                self._receiving = own(channel.irecv(buffer, status.Get_source()))
-            content = self._receiving.test()[1]
+                channel.receiving = own(comm.irecv(buffer, status.Get_source()))
+            content = channel.receiving.test()[1]
             if content is None:
                 break
-            self._receiving = None
+            channel.receiving = None
             yield content
 
-    def _send(self, member: int, asked: float, dump: Dump | None) -> None:
+    def _send(self, channel: Channel, member: int, asked: float, dump: Dump | None) -> None:
         """Ask a rank where it is, or answer what it `asked` at that time; never waits."""
-        assert self.channel is not None
-        peer = list(self.places).index(member)
-        self._sending.append(own(self.channel.isend((runtime.world().rank, asked, dump), peer)))
+        peer = list(channel.places).index(member)
+        self._sending.append(own(channel.comm.isend((runtime.world().rank, asked, dump), peer)))
 
-    def _take(self, member: int, asked: float, dump: Dump | None) -> None:
+    def _take(self, channel: Channel, member: int, asked: float, dump: Dump | None) -> None:
         """Take a dump as an answer, or answer a question, whose time comes back."""
         question = self._question
         if dump is None:
@@ -227,7 +237,7 @@ class Watchdog:
                 # The other one asks in place of this one, and asks again.
                 patience = self.window + 2.0 + min(self.quiet, self.context.watch_limit / 2)
                 self._again = max(self._again, self.quiet + patience)
-            self._send(member, asked, self._dump())
+            self._send(channel, member, asked, self._dump())
         elif question is not None and asked == question.asked:
             question.answers[member] = dump
 
@@ -244,8 +254,9 @@ class Watchdog:
 
         Before their first common call nothing is known but who has not come.
         """
+        channel = self._channel_of(wait.members)
         patience = self.context.watch_limit
-        if self.channel is not None:
+        if channel is not None:
             patience = min(patience, settings.timeout() / 3)
             if wait.meeting is not None:
                 patience = min(patience, verdict.TELL_SECONDS)
@@ -253,17 +264,20 @@ class Watchdog:
         patience += STAGGER * min(rank, MOST_STAGGERED)
         if self.quiet < max(patience, self._again):
             return
-        if self.channel is None:
+        if channel is None:
             self._report({rank: self._dump()}, dict.fromkeys(sorted(wait.members), UNKNOWN))
-        self._question = Question(wait, self._now, self.quiet)
-        for member in self.places:
+            return
+        self._question = Question(wait, channel, self._now, self.quiet)
+        for member in channel.places:
             if member != rank:
-                self._send(member, self._now, None)
+                self._send(channel, member, self._now, None)
 
     def _go_on(self, question: Question) -> None:
         dump = self._dump()
         dumps = {dump.rank: dump, **question.answers}
-        silent = {rank: place for rank, place in self.places.items() if rank not in dumps}
+        silent = {
+            rank: place for rank, place in question.channel.places.items() if rank not in dumps
+        }
         if silent and self.quiet - question.quiet < self.window:
             return
         least = min(dump.quiet for dump in dumps.values())
