@@ -45,6 +45,7 @@ from mpipipe.checkpoint.tensor_files import (
 from mpipipe.checkpoint.whole_folder import (
     check_same_folder,
     folder_identity,
+    newest_state,
     replacing,
     restore_folder,
     standing_folder,

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from mpipipe import files
 from mpipipe.checkpoint import owner
+from mpipipe.checkpoint.folders import newest, step_of
 from mpipipe.errors import ArgumentError
 from mpipipe.job import RankGroup
 
@@ -124,6 +125,15 @@ def standing_folder(path: Path) -> Path:
     if files.is_folder(former):
         return former
     return path
+
+
+def newest_state(run: Path) -> Path | None:
+    """Return the weights of a run folder, or its newest checkpoint if that is of a later step.
+
+    A training that went on after its end, and was cut short, has later checkpoints.
+    """
+    states = [newest(standing_folder(run / "weights")), newest(run)]
+    return max(filter(None, states), key=step_of, default=None)
 
 
 def folder_identity(path: Path) -> int:

@@ -74,6 +74,8 @@ class Sizes:
         Left by the first micro-batch for all others: of a layer, and of its stage.
     input, output : float
         Arrays that come in, and that a forward returns.
+    drawing : float
+        Taken besides the parameters and gradients while initial values are drawn.
     saved, keeps_output, keeps_input : float
         Kept from a forward for its backward, in all, of the output, and of the input.
     pending, added, pends_input : float
@@ -89,6 +91,7 @@ class Sizes:
     shared: float = 0
     input: float = 0
     output: float = 0
+    drawing: float = 0
     saved: float = 0
     keeps_output: float = 0
     keeps_input: float = 0

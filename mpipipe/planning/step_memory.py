@@ -77,6 +77,7 @@ class LoneLayer:
     head: Callable[[], AbstractContextManager[None]] = nullcontext
     gradient: Tree = None
     output: Tree = None
+    drawing: float = 0  # bytes taken besides its arrays while initial values were drawn
     sizes: Sizes | None = None
     actions: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     kept: deque[tuple[Tree, nn.Saved]] = field(default_factory=deque)
@@ -147,12 +148,14 @@ def lone_layers(
             count = parameters_of([layer])
             needs = {f"{count:,} parameters and their gradients": 2 * problem.wide * count}
             check_memory("measuring a layer", needs, "run it on a machine with more memory")
+            drawn = meter()
             stage = nn.Stage([layer], problem.dtype, first=place, frozen=measured.frozen)
+            drawing = max(0, drawn() - sum(array_bytes(stage.buffers).values()))
             stage.optimizer_writes_compute()
             trained = not (below and layer.frozen)
             stage.end_backward(below and trained)
             stage.hand_on(stage.gives)
-            known[key] = lone = LoneLayer(stage, x, targets, trained, meter)
+            known[key] = lone = LoneLayer(stage, x, targets, trained, meter, drawing=drawing)
             if not layers:
                 lone.loss = Loss(measured.loss_for(stage, rows))
                 lone.head = lone.loss.taking_head
@@ -211,6 +214,7 @@ def _micro_batch(lone: LoneLayer) -> Sizes:
         tables=tables,
         shared=common,
         loss=loss_size,
+        drawing=lone.drawing,
         forward=max(most["F"], held + max(loss_size, most.get("loss", 0))),
         backward=most.get("B", 0),
         input_grad=max(sizes.added, most.get("I", 0)),
@@ -270,7 +274,8 @@ class RankBytes:
     gradients, moments : those of what is trained
     activations, messages, scratch : at the peak of a step, with tables that are made once
     batch : inputs and targets, also those of the next step
-    start : parameters that replicas have shares of, made whole when initial values are drawn
+    start : while initial values are drawn: what that takes, and whole parameters of which replicas
+        have shares
     after : needed after a step: of MPI for sums over replicas, or at the end by parameters that
         replicas have shares of, made whole, and by the decoder that writes the sample
     process : Python with its libraries and MPI, and what they keep once a training runs
@@ -360,6 +365,10 @@ def rank_bytes(
         count = sum(parameters_of(problem.layers[start:stop]) for start, stop in ranges)
         receives = 0.0
         largest = 0.0
+        drawing = 0.0
+        for start, stop in ranges:
+            for size in layers[start:stop]:
+                drawing = max(drawing, size.drawing)
         for stage in schedule.stages_of(rank):
             receives += schedule.units * (away[stage] + away[stage + 1])
             for end in stages[max(stage, 1) : stage + 2]:
@@ -389,7 +398,7 @@ def rank_bytes(
                 messages=round(buffers * largest * max(shares)),
                 scratch=round(scratch),
                 batch=[schedule.placement[0], schedule.placement[-1]].count(rank) * row,
-                start=elsewhere,
+                start=elsewhere + round(drawing),
                 after=after,
                 process=process,
             )

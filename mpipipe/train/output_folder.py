@@ -266,16 +266,16 @@ def find_start(config: TaskConfig, task: Task, mesh: Mesh, out: Path) -> Checkpo
 
 
 def newest_state(run: Path) -> Checkpoint:
-    """Return the weights of a run folder or its newest checkpoint, whichever was written last."""
-    paths = list(filter(None, (checkpoint.newest(run / "weights"), checkpoint.newest(run))))
-    if not paths:
+    """Return the weights of a run folder, or its newest checkpoint if that is of a later step."""
+    path = checkpoint.newest_state(run)
+    if path is None:
         raise ConfigError(
             "the run folder has neither weights nor a checkpoint",
             found=str(run),
             expected="the --out folder of `mpipipe train FILE.py`",
             remedy="weights are written at the end of a training, checkpoints with --save-every",
         )
-    return checkpoint.read(max(paths, key=lambda path: path.stat().st_mtime))
+    return checkpoint.read(path)
 
 
 def begin(config: TaskConfig, task: Task, mesh: Mesh, stages: Sequence[nn.Stage]) -> None:

@@ -168,8 +168,8 @@ def load(run: str | Path, device: str = "cpu") -> tuple[Task, nn.Stage]:
     -------
     task, stage : Task, nn.Stage
         The task of the copy of the file, with the attributes that `--set` gave it. The whole model
-        in the dtype of the training, with the weights of its end or its newest checkpoint,
-        whichever was written last.
+        in the dtype of the training, with the weights of its end, or its newest checkpoint
+        if that is of a later step.
 
     Raises
     ------

@@ -217,3 +217,13 @@ def test_a_rank_of_a_ring_takes_its_share_of_each_sequence(packing):
     alone, ring = (estimate(TrainConfig(**SIZES, seq=seq, packing=packing), GPT, seq).ranks[0] for seq in (1, 4))
     assert ring.batch == alone.batch // 4
     assert ring.activations < alone.activations / 2
+
+
+def test_the_start_takes_what_initial_values_are_drawn_into():
+    """A table that is large against a step: the peak is at the start where the optimizer keeps nothing."""
+    config = TrainConfig(**{**SIZES, "layers": 1, "vocab": 100_000, "seq_len": 8}, optimizer="sgd", momentum=0.0)
+    ranks = estimate(config, GPT, 2).ranks
+    table = 4 * 100_000 * 64
+    assert min(rank.start for rank in ranks) > 0.9 * table
+    first = ranks[0]
+    assert first.total - first.process > first.parameters + first.gradients + 0.9 * table

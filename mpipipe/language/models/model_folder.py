@@ -186,8 +186,11 @@ def _open_huggingface(path: Path) -> ModelFolder | None:
 def open_model(path: str | Path) -> ModelFolder:
     """Open the model at `path`; one rank calls this. Raises ArgumentError."""
     path = Path(path)
-    folder = _open_training(path / weights.FOLDER) or _open_huggingface(path)
-    folder = folder or _open_training(path)
+    folder = None
+    state = checkpoint.newest_state(path)
+    if state is not None:
+        folder = _open_training(state)
+    folder = folder or _open_huggingface(path) or _open_training(path)
     if folder is not None:
         return folder
     raise ArgumentError(
