@@ -270,13 +270,13 @@ import os, signal, socket, subprocess, time
 from mpipipe.job.context import RankContext
 from mpipipe.job.stop_signals import StopSignals
 from mpipipe.job.watch.dump import GONE, RankPlace
-from mpipipe.job.watch.watchdog import Channel, Watchdog
+from mpipipe.job.watch.watchdog import WatchChannel, Watchdog
 child = subprocess.Popen(["sleep", "60"])
 here = socket.gethostname()
 hosts = (here, os.getpid()), (here, child.pid), ("there", 2**22 + 1)
 watchdog = Watchdog(RankContext())
 places = {4 + index: RankPlace(host, pid, True, -1) for index, (host, pid) in enumerate(hosts)}
-watchdog.channels.append(Channel(None, places))
+watchdog.channels.append(WatchChannel(None, places))
 ends = []
 def hopeless():
     states = watchdog.states_on_host()

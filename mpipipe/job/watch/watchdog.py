@@ -57,7 +57,7 @@ HASTE_SECONDS = 0.02
 
 
 @dataclass
-class Channel:
+class WatchChannel:
     """A communicator of watchdogs, without other messages."""
 
     comm: MpiCommunicator
@@ -71,7 +71,7 @@ class Question:
     """A question of one watchdog to all the others of a channel."""
 
     wait: RankWait
-    channel: Channel
+    channel: WatchChannel
     asked: float  # time.monotonic() then
     quiet: float  # seconds without progress until then
     answers: dict[int, Dump] = field(default_factory=dict)  # world rank -> what it says
@@ -85,7 +85,7 @@ class Watchdog:
 
     def __init__(self, context: RankContext) -> None:
         self.context = context
-        self.channels: list[Channel] = []
+        self.channels: list[WatchChannel] = []
         # What all ranks say, since the last progress of this one.
         self.dumps: Dumps = {}
         self.quiet = 0.0  # seconds without progress of this rank, while this watchdog was awake
@@ -117,7 +117,7 @@ class Watchdog:
         """Return whether one channel has all these ranks, or none can: ranks of another job."""
         return len(members) < 2 or -1 in members or self._channel_of(members) is not None
 
-    def _channel_of(self, members: Sequence[int]) -> Channel | None:
+    def _channel_of(self, members: Sequence[int]) -> WatchChannel | None:
         """Return the largest channel that has all these ranks."""
         having = [x for x in self.channels if x.places.keys() >= set(members)]
         return max(having, key=lambda channel: len(channel.places), default=None)
@@ -141,7 +141,7 @@ class Watchdog:
         sizes = [PLACE_BYTES] * group.size
         places = spread(group, pickle.dumps(place), sizes, "the hosts of all ranks")
         with self._lock:
-            self.channels.append(Channel(private, dict(zip(group.members, places))))
+            self.channels.append(WatchChannel(private, dict(zip(group.members, places))))
         self.start()
 
     def start(self) -> None:
@@ -209,7 +209,7 @@ class Watchdog:
         elif waits and waits[0].members:
             self._ask(waits[0])
 
-    def _read(self, channel: Channel) -> Iterator[tuple[int, float, Dump | None]]:
+    def _read(self, channel: WatchChannel) -> Iterator[tuple[int, float, Dump | None]]:
         """Give (world rank, time of the question, its answer or None) of all that has arrived."""
         comm = channel.comm
         status = runtime.mpi().Status()
@@ -223,12 +223,12 @@ class Watchdog:
             channel.receiving = None
             yield content
 
-    def _send(self, channel: Channel, member: int, asked: float, dump: Dump | None) -> None:
+    def _send(self, channel: WatchChannel, member: int, asked: float, dump: Dump | None) -> None:
         """Ask a rank where it is, or answer what it `asked` at that time; never waits."""
         peer = list(channel.places).index(member)
         self._sending.append(own(channel.comm.isend((runtime.world().rank, asked, dump), peer)))
 
-    def _take(self, channel: Channel, member: int, asked: float, dump: Dump | None) -> None:
+    def _take(self, channel: WatchChannel, member: int, asked: float, dump: Dump | None) -> None:
         """Take a dump as an answer, or answer a question, whose time comes back."""
         question = self._question
         if dump is None:
