@@ -274,8 +274,8 @@ class RankBytes:
     gradients, moments : those of what is trained
     activations, messages, scratch : at the peak of a step, with tables that are made once
     batch : inputs and targets, also those of the next step
-    start : while initial values are drawn: what that takes, and whole parameters of which replicas
-        have shares
+    start : taken while initial values are drawn, also by parameters that replicas have shares of,
+        made whole
     after : needed after a step: of MPI for sums over replicas, or at the end by parameters that
         replicas have shares of, made whole, and by the decoder that writes the sample
     process : Python with its libraries and MPI, and what they keep once a training runs
