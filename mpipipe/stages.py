@@ -86,8 +86,33 @@ def gradient_arrays(stage: PipelineStage) -> list[Array]:
 
 def check_stage(stage: PipelineStage, ops: Collection[str], has_replicas: bool) -> None:
     """Raise ArgumentError if a stage lacks what these actions, or the replicas, need."""
-    if isinstance(stage, UserStage):
-        stage.check(ops, has_replicas)
+    if not isinstance(stage, UserStage):
+        return
+    needed = []
+    missing = []
+    for op, method in METHODS.items():
+        if op in ops:
+            needed.append(method)
+            if not callable(stage.given(method)):
+                missing.append(method)
+    if missing:
+        raise ArgumentError(
+            "a stage lacks methods that the schedule needs",
+            found=f"{stage.name} without {', '.join(missing)}",
+            expected=", ".join(needed),
+            remedy="write them; a module of PyTorch becomes a stage by "
+            "mpipipe.adapters.torch_stage(module)",
+        )
+    holder = stage.given("gradients")
+    if holder is not None:
+        flat_of(holder, "the gradients of a stage")
+    if has_replicas and not stage.shows_gradients:
+        raise ArgumentError(
+            "a stage whose gradients cannot be summed over the replicas",
+            found=f"{stage.name} without the attribute `gradients`",
+            expected="an object with one contiguous array `flat` of all gradients, or None "
+            "where there are none",
+        )
 
 
 def arrays_to_compare(stage: PipelineStage) -> tuple[list[tuple[str, Array]], list[Array]]:
@@ -103,10 +128,23 @@ def arrays_to_compare(stage: PipelineStage) -> tuple[list[tuple[str, Array]], li
         flats += [inner.parameters.flat, inner.frozen_parameters.flat]
     if isinstance(stage, UserStage) and not stage.inner_stages:
         named = [("", flat) for flat in gradient_arrays(stage)]
-        for name, array in stage.own_arrays().items():
+        for name, array in _own_arrays(stage).items():
             named.append((name, array))
             flats.append(array)
     return named, flats
+
+
+def _own_arrays(stage: UserStage) -> dict[str, Array]:
+    """Return its parameters, together and by name, and what `state_dict()` has besides."""
+    holder = stage.given("parameters")
+    arrays_by_name: dict[str, Array] = {}
+    if flat_if_any(holder) is not None:
+        view = FlatView.of(holder)
+        arrays_by_name = {WHOLE: view.flat, **view}
+    for name, array in stage.given("state_dict", dict)().items():
+        if name not in arrays_by_name and arrays.is_array(array):
+            arrays_by_name[name] = array
+    return arrays_by_name
 
 
 def named_arrays(stage: PipelineStage, attribute: str) -> dict[str, Array]:
@@ -124,8 +162,8 @@ def named_arrays(stage: PipelineStage, attribute: str) -> dict[str, Array]:
     return named
 
 
-class UserStage(nn.Differentiable):
-    """A stage of the user's own, with what it leaves out filled in."""
+class UserArrays:
+    """The arrays of a user's stage, as optimizers and checkpoints see them."""
 
     kept_copy = None
     originals = None
@@ -134,6 +172,7 @@ class UserStage(nn.Differentiable):
 
     def __init__(self, user_stage: Any):
         self.user_stage = user_stage
+        self.name = type(user_stage).__name__  # for errors
         self.inner_stages: list[nn.Stage] = list(getattr(user_stage, "inner_stages", ()))
         strange: list[str] = []
         for inner in self.inner_stages:
@@ -146,18 +185,10 @@ class UserStage(nn.Differentiable):
         self._first = next(iter(self.inner_stages), None)
         # The view of the parameters, with their place in memory.
         self._view: tuple[tuple[int, int], FlatView] | None = None
-        self.position = Position()
-        # The last forward that was called, and whether it takes a position.
-        self._forward: tuple[Any, bool] = (None, False)
 
     def given(self, name: str, default: object = None) -> Any:
         """Return what the user's stage has under a name, or else the default."""
         return getattr(self.user_stage, name, default)
-
-    @property
-    def name(self) -> str:
-        """Name of its class, for errors."""
-        return type(self.user_stage).__name__
 
     @property
     def index(self) -> int | None:
@@ -214,18 +245,6 @@ class UserStage(nn.Differentiable):
         if not parameters and not parameters.flat.size:
             return parameters
         return parameters.like(self.given("gradients"))
-
-    def own_arrays(self) -> dict[str, Array]:
-        """Return its parameters, together and by name, and what `state_dict()` has besides."""
-        holder = self.given("parameters")
-        arrays_by_name: dict[str, Array] = {}
-        if flat_if_any(holder) is not None:
-            view = FlatView.of(holder)
-            arrays_by_name = {WHOLE: view.flat, **view}
-        for name, array in self.given("state_dict", dict)().items():
-            if name not in arrays_by_name and arrays.is_array(array):
-                arrays_by_name[name] = array
-        return arrays_by_name
 
     @property
     def decay_ranges(self) -> list[tuple[int, int, bool]]:
@@ -289,35 +308,22 @@ class UserStage(nn.Differentiable):
         if renew is not None:
             renew()
 
-    # -- for pipelines
 
-    def check(self, ops: Collection[str], has_replicas: bool) -> None:
-        """Raise ArgumentError if it lacks what these actions, or the replicas, need."""
-        needed = []
-        missing = []
-        for op, method in METHODS.items():
-            if op in ops:
-                needed.append(method)
-                if not callable(self.given(method)):
-                    missing.append(method)
-        if missing:
-            raise ArgumentError(
-                "a stage lacks methods that the schedule needs",
-                found=f"{self.name} without {', '.join(missing)}",
-                expected=", ".join(needed),
-                remedy="write them; a module of PyTorch becomes a stage by "
-                "mpipipe.adapters.torch_stage(module)",
-            )
-        holder = self.given("gradients")
-        if holder is not None:
-            flat_of(holder, "the gradients of a stage")
-        if has_replicas and not self.shows_gradients:
-            raise ArgumentError(
-                "a stage whose gradients cannot be summed over the replicas",
-                found=f"{self.name} without the attribute `gradients`",
-                expected="an object with one contiguous array `flat` of all gradients, or None "
-                "where there are none",
-            )
+class UserStage(UserArrays, nn.Differentiable):
+    """A stage of the user's own as a pipeline runs it, with what it leaves out filled in."""
+
+    def __init__(self, user_stage: Any):
+        super().__init__(user_stage)
+        # True if all gradients are known, so that replicas can sum them.
+        self.shows_gradients = bool(self.inner_stages) or hasattr(user_stage, "gradients")
+        # Names that inputs of the first stage must have; None if that is not known.
+        self.input_names: set[str] | None = None
+        takes = self.given("takes")
+        if type(takes) is tuple:
+            self.input_names = {*takes}
+        self.position = Position()
+        # The last forward that was called, and whether it takes a position.
+        self._forward: tuple[Any, bool] = (None, False)
 
     def check_skips(self, number: int, takes: Sequence[str], gives: Sequence[str]) -> None:
         """Raise ArgumentError if the stage does not know of these skips."""
@@ -333,19 +339,6 @@ class UserStage(nn.Differentiable):
         if rows != 1 and not self.given("slices", False):
             names.append(f"{self.name}, which does not say that it takes slices")
         return names
-
-    @property
-    def input_names(self) -> set[str] | None:
-        """Names that inputs of the first stage must have; None if that is not known."""
-        takes = self.given("takes")
-        if type(takes) is tuple:
-            return {*takes}
-        return None
-
-    @property
-    def shows_gradients(self) -> bool:
-        """True if all gradients are known, so that replicas can sum them."""
-        return bool(self.inner_stages) or hasattr(self.user_stage, "gradients")
 
     @property
     def own_gradients(self) -> Array | None:
@@ -377,11 +370,6 @@ class UserStage(nn.Differentiable):
             inner.detach(poll)
         if self.given("poll") == poll:
             self.user_stage.poll = None
-
-    @property
-    def direct(self) -> nn.Differentiable:
-        """What runs micro-batches whose input `forward` has accepted once."""
-        return self
 
     def begin_call(self, ends: bool, runs_again: bool) -> None:
         """Compute with the parameters as they are now.

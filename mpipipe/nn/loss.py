@@ -276,11 +276,11 @@ class HeadCrossEntropy:
         None
             The context itself.
         """
-        self.stage.headless = True
+        self.stage.names.headless = True
         try:
             yield
         finally:
-            self.stage.headless = False
+            self.stage.names.headless = False
 
     def __call__(
         self, output: Array, target: Array, factor: float = 1.0

@@ -73,23 +73,12 @@ class Stage(StageBuffers, Differentiable):
     before_write : list of callable
         Called without arguments before an optimizer or a load writes parameters (see
         nn.write_hooks).
-    takes, gives : tuple of str
-        The names that its layers take from outside, and that they give.
-    hand_on : callable
-        Takes the names that the layers give, or that the input has, which go to later stages.
     named_layers : list of (str, Layer)
         All layers within it, with their full names.
-    layer_of : dict of str to (Layer, str)
-        The layer of each parameter, and what that calls it.
     tables : RopeTables
         The rotary tables that the layers share.
-    ties : dict of str to list of str
-        Names of the parameters on this stage that carry a tie, by its key.
-    first_layer : Layer
-        The layer that sees the input, within the first one.
-    index, headless : int or None, bool
-        Set by the pipeline: the logical stage number, and whether a `Head` at the end leaves its
-        product to a `HeadCrossEntropy`.
+    index : int or None
+        Set by the pipeline: the logical stage number.
 
     Raises
     ------
@@ -133,7 +122,6 @@ class Stage(StageBuffers, Differentiable):
         self.first = first
         self.seed = seed
         self.position = Position()
-        self.headless = False
         self.poll: Callable[[], object] | None = None
         self.index: int | None = None
         self.before_write: list[Callable[[], object]] = []
@@ -147,21 +135,8 @@ class Stage(StageBuffers, Differentiable):
                 )
         self.tables = RopeTables(self.kernels.rope_table, self.dtype)
         self.names = Names(self, self.layers)
-        self.takes = self.names.takes
-        self.gives = self.names.named
-        self.hand_on = self.names.hand_on
         self.named_layers = self._named_layers()
-        self.first_layer = leaf(self.names.chain, 0)
-        self.layer_of: dict[str, tuple[Layer, str]] = {}
-        self.ties: dict[str, list[str]] = {}
-        declared = {}
-        for layer_name, layer in self.named_layers:
-            for key, parameter in layer.declared.items():
-                name = full_name(layer_name, key)
-                self.layer_of[name] = layer, key
-                declared[name] = parameter
-                if parameter.tie is not None:
-                    self.ties.setdefault(parameter.tie, []).append(name)
+        declared = {name: layer.declared[key] for name, (layer, key) in self.layer_of.items()}
         names = frozen_names(declared, frozen)
         super().__init__(declared, names, self.dtype, self.device, seed)
         self.sync_compute()
@@ -197,6 +172,42 @@ class Stage(StageBuffers, Differentiable):
             remedy="make another stage of new layers, and copy the values: "
             "other.parameters.flat[...] = stage.parameters.flat",
         )
+
+    # -- layers, and their names
+
+    @property
+    def first_layer(self) -> Layer:
+        """The layer that sees the input, within the first one."""
+        return leaf(self.names.chain, 0)
+
+    @property
+    def layer_of(self) -> dict[str, tuple[Layer, str]]:
+        """The layer of each parameter, and what that calls it, by the parameter's name."""
+        layers = {}
+        for layer_name, layer in self.named_layers:
+            for key in layer.declared:
+                layers[full_name(layer_name, key)] = layer, key
+        return layers
+
+    @property
+    def ties(self) -> dict[str, list[str]]:
+        """Names of the parameters that carry a tie, by its key."""
+        ties: dict[str, list[str]] = {}
+        for name, (layer, key) in self.layer_of.items():
+            tie = layer.declared[key].tie
+            if tie is not None:
+                ties.setdefault(tie, []).append(name)
+        return ties
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """The names that its layers take from outside."""
+        return self.names.takes
+
+    @property
+    def gives(self) -> tuple[str, ...]:
+        """The names that its layers give."""
+        return self.names.named
 
     # -- parameters and gradients
 
@@ -372,7 +383,7 @@ class Stage(StageBuffers, Differentiable):
             if getattr(attend, "slice_rows", None) is not None:
                 attend.begin(Position(-1))
         if gives is not None and not self.takes_branches:
-            self.hand_on(gives)
+            self.names.hand_on(gives)
 
     def detach(self, poll: Callable[[], object] | None) -> None:
         """Forget the function that is called after each layer.

@@ -122,7 +122,7 @@ class StageGraphs:
     def forward(self, x: Array) -> tuple[Array | None, Saved]:
         stage = self.stage
         stage.position = self.position
-        kept = Saved((stage.headless,))
+        kept = Saved((stage.names.headless,))
         if not self.reason:
             self._forget_if_changed()
             x = stage.first_layer.upload(accepted_input(stage, x))

@@ -154,7 +154,7 @@ def lone_layers(
             stage.optimizer_writes_compute()
             trained = not (below and layer.frozen)
             stage.end_backward(below and trained)
-            stage.hand_on(stage.gives)
+            stage.names.hand_on(stage.gives)
             known[key] = lone = LoneLayer(stage, x, targets, trained, meter, drawing=drawing)
             if not layers:
                 lone.loss = Loss(measured.loss_for(stage, rows))

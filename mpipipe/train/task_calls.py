@@ -253,7 +253,7 @@ def chain(task: Task, shard: Shard, rows: int = 1) -> Iterator[tuple[nn.Stage, T
     for place, layer in enumerate(layers_of(task, shard)):
         stage = nn.Stage([layer], shard.dtype, shard.seed, first=place, frozen=tuple(task.freeze))
         # Also what a layer further on in the same entry takes.
-        stage.hand_on(stage.gives)
+        stage.names.hand_on(stage.gives)
         x = nn.handed(x, values, stage.takes)
         try:
             y = stage.forward(x, nn.Position(training=False))[0]

@@ -251,7 +251,7 @@ class Head(Linear):
         return {}  # a loss may make the product
 
     def forward(self, x: Array) -> WithSaved:
-        if self.stage.headless:
+        if self.stage.names.headless:
             return (x, None)
         return super().forward(x)
 

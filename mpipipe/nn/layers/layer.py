@@ -117,6 +117,11 @@ class Differentiable(ABC):
             All that `backward_weight` needs.
         """
 
+    @property
+    def direct(self) -> Differentiable:
+        """What runs micro-batches whose input `forward` has accepted once."""
+        return self
+
     def backward_weight(self, pending: Pending) -> None:  # noqa: B027  # many have no parameters
         """Add this micro-batch's part to the gradients of the parameters."""
 

@@ -167,6 +167,9 @@ class Names(Differentiable):
     through: the chain alone where there are no names.
     """
 
+    # True while a `HeadCrossEntropy` makes the product of the `Head` at the end.
+    headless = False
+
     def __init__(self, stage: Stage, layers: Sequence[Layer]) -> None:
         self.stage = stage
         self.chain = Sequential(layers)
