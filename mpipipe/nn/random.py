@@ -15,13 +15,16 @@ import numpy as np
 
 def random_key(*names: object) -> np.ndarray:
     """Return a 128-bit Philox key for the given names, equal in every process."""
-    digest = hashlib.blake2b("\0".join(map(str, names)).encode(), digest_size=16).digest()
-    return np.frombuffer(digest, "<u8").astype(np.uint64)
+    return np.frombuffer(_digest(names), "<u8").astype(np.uint64)
 
 
 def random_seed(*names: object) -> int:
     """Return 63 bits of a key for the given names, for generators of other libraries."""
-    return int(random_key(*names)[0]) >> 1
+    return int.from_bytes(_digest(names)[:8], "little") >> 1
+
+
+def _digest(names: tuple[object, ...]) -> bytes:
+    return hashlib.blake2b("\0".join(map(str, names)).encode(), digest_size=16).digest()
 
 
 def initial_generator(seed: int, name: str) -> np.random.Generator:

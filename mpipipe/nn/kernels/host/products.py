@@ -57,6 +57,8 @@ def linear(x: HostArray, weight: HostArray, bias: HostArray | None = None) -> Ho
 
 def linear_backward_input(dy: HostArray, weight: HostArray) -> HostArray:
     """Return dx = dy weight."""
+    if len(dy) * weight.size < WORK:
+        return dy @ weight
     return linear(dy, weight.T)
 
 
