@@ -199,34 +199,6 @@ def test_a_failure_inside_a_step_reaches_every_rank(comm, name):
     pipeline.close()
 
 
-def test_output_whose_shape_does_not_follow_from_the_input_shapes(comm):
-    if comm.size == 1:
-        pytest.skip("needs 2 ranks")
-
-    class Moody:
-        calls = 0
-
-        def forward(self, x):
-            self.calls += 1
-            return (x[:, :1].copy() if self.calls > 2 else x.copy()), x.shape
-
-        def backward(self, dy, shape):
-            return np.zeros(shape)
-
-    class Calm(Moody):
-        def forward(self, x):
-            return x.copy(), x.shape
-
-    schedule = gpipe(comm.size, 2)
-    stages = [Moody() if comm.rank == 0 else Calm()]
-    x = t = np.ones((4, 3))
-    pipeline = make(comm, schedule, stages=stages, loss=lambda y, t: (1.0, np.ones_like(y)))
-    mine = dense.placed(schedule, comm.rank, x, t)
-    pipeline.step(*mine)
-    with pytest.raises((ArgumentError, PeerError), match="depends on more than the shapes"):
-        pipeline.step(*mine)
-
-
 def test_error_outside_a_step_but_inside_the_block_is_told_to_waiting_peers(comm):
     schedule = gpipe(comm.size, 2)
     x, t = dense.batch(2, schedule.stages)

@@ -14,29 +14,8 @@ from mpipipe.schedules import looped_bfs, one_f_one_b
 ROWS, DIM = 8, 4
 
 
-class Writing(dense.Identity):
-    """A stage that changes its input."""
-
-    def forward(self, x):
-        (next(iter(x.values())) if isinstance(x, dict) else x[0] if isinstance(x, tuple) else x)[...] = 0
-        return x, None
-
-
 def placed(comm, inputs, targets):
     return (inputs if comm.rank == 0 else None), (targets if comm.rank == comm.size - 1 else None)
-
-
-@pytest.mark.parametrize("shape", ["array", "tuple", "dict", "list"])
-def test_a_stage_that_writes_to_its_input_raises_and_the_users_array_stays(comm, shape):
-    array = np.ones((ROWS, DIM))
-    batch = {"array": array, "tuple": (array, array), "dict": {"x": array}, "list": [array[:4], array[4:]]}[shape]
-    stages = [Writing() if comm.rank == 0 else dense.Identity()]
-    pipeline = Pipeline(stages, one_f_one_b(comm.size, 2), comm)
-    with pytest.raises(Exception, match="read-only") as caught:
-        pipeline.forward(placed(comm, batch, None)[0])
-    if comm.rank == 0:
-        assert isinstance(caught.value, StageError) and caught.value.stage == 0 and caught.value.microbatch == 0
-    assert array.min() == 1 and array.flags.writeable
 
 
 def received(tree):
@@ -76,7 +55,7 @@ KINDS = [("array", "f8"), ("tuple", "c8"), ("dict", arrays.dtype("bfloat16")), (
 
 @pytest.mark.parametrize("kind, recompute", [*((kind, False) for kind in KINDS), (KINDS[0], True)], ids=str)
 @pytest.mark.parametrize("writes", ["x", "dy"])
-def test_a_stage_that_writes_to_what_it_is_handed_raises(comm, writes, kind, recompute):
+def test_a_stage_that_writes_to_what_it_is_handed_raises_and_the_users_array_stays(comm, writes, kind, recompute):
     """Whether it comes as a message or from a chunk of the same rank; the report says where."""
     schedule = looped_bfs(comm.size, 2, 2)
     for place in (0, 1) if writes == "x" else (0, schedule.stages - 2):  # what a loss returns has no other owner
@@ -89,6 +68,7 @@ def test_a_stage_that_writes_to_what_it_is_handed_raises(comm, writes, kind, rec
         if comm.rank == schedule.placement[place]:
             assert isinstance(caught.value, StageError) and (caught.value.stage, caught.value.microbatch) == (place, 1)
             assert "copy an array that you were handed" in caught.value.remedy
+        assert received(x).min() == 1 and received(x).flags.writeable
 
 
 @pytest.mark.parametrize("writes", ["output", "target"])

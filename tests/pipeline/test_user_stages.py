@@ -127,21 +127,6 @@ def test_what_a_call_leaves_and_what_may_be_asked_within_it():
     assert len(calls) == 4
 
 
-def test_durations_of_backwards_in_one_piece_and_in_two():
-    """A stage may run some backwards whole and split others: its cost is the mean over all of them."""
-    schedule = schedules.from_csv("0F0,0F1,0B0,0I1,0W1\n")
-
-    def job(comm):
-        with Pipeline([dense.TanhStage(0, 4, 4)], schedule, comm, loss=dense.mean_squared) as pipeline:
-            pipeline.step(np.ones((4, 4)), np.ones((4, 4)))
-            clock = pipeline.executor.clock
-            clock.settle()
-            clock.totals.update({("B", 0): [3.0, 1], ("I", 0): [1.0, 1]})
-            return pipeline.durations().input_grad[0]
-
-    assert alone(job) == 2.0
-
-
 # -- The protocol of a user's stage: what it is told, and what it is asked for -----------------------------------------
 
 
