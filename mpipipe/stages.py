@@ -76,7 +76,7 @@ def gradient_arrays(stage: PipelineStage) -> list[Array]:
     """
     flats = stage.shown_gradients
     for inner in stage.inner_stages:
-        for part in inner.parts.values():
+        for part in inner.buffers.parts.values():
             part = part.reshape(-1)
             # A user's array may be the whole buffer of an inner stage, from before the parts left.
             if part.size and not arrays.shares_any(part, flats):
@@ -125,7 +125,7 @@ def arrays_to_compare(stage: PipelineStage) -> tuple[list[tuple[str, Array]], li
             if name in inner.frozen:
                 frozen = " frozen"
             named.append((f"{name} {inner.dtype}{frozen}", array))
-        flats += [inner.parameters.flat, inner.frozen_parameters.flat]
+        flats += [inner.parameters.flat, inner.buffers.frozen_parameters.flat]
     if isinstance(stage, UserStage) and not stage.inner_stages:
         named = [("", flat) for flat in gradient_arrays(stage)]
         for name, array in _own_arrays(stage).items():

@@ -191,7 +191,7 @@ def merge_into(stage: Stage, name: str, layer: Layer, target: Array) -> None:
 
 def merge(stage: Stage, anew: bool = False) -> None:
     """Renew the rows with adapters of a stage's matrices, or all rows `anew`."""
-    for name, (layer, target) in stage.merged.items():
+    for name, (layer, target) in stage.buffers.merged.items():
         if anew:
             stage.kernels.copy(stage.parameters[name], target)
         merge_into(stage, name, layer, target)
@@ -205,7 +205,7 @@ def without_adapters(stages: Iterable[Any], merged: bool) -> list[Any]:
     """
     plain = []
     for stage in stages:
-        if not stage.merged:
+        if not stage.buffers.merged:
             plain.append(stage)
             continue
         views = {}
@@ -213,7 +213,7 @@ def without_adapters(stages: Iterable[Any], merged: bool) -> list[Any]:
             if not is_adapter(name):
                 views[name] = array
         if merged:
-            for name, (layer, _) in stage.merged.items():
+            for name, (layer, _) in stage.buffers.merged.items():
                 views[name] = arrays.copied(views[name])
                 merge_into(stage, name, layer, views[name])
         loader = SimpleNamespace(

@@ -358,6 +358,8 @@ def partly_frozen_error(key: str, trained: Collection[str]) -> ArgumentError:
 class StageBuffers:
     """The arrays of a stage: flat ones of what is trained, and others for frozen parameters.
 
+    Parameters, and their gradients, have the dtype `wide`; layers compute in `dtype`.
+
     A pipeline sets what ties change: `owners` are (stage, name) where a parameter lies, if that is
     in other buffers or under another name; `parts` what its layer adds to, in place of the gradient
     there; `tied_copies` the names of parameters that norms count elsewhere.
@@ -366,13 +368,17 @@ class StageBuffers:
     ----------
     parameters, compute : FlatBuffer
         All parameters by name; `.flat` is what is trained, for frozen ones lie elsewhere. Layers
-        compute with `compute`: `parameters` itself, or its copy in a half dtype by `refresh`.
+        compute with `compute`: `parameters` itself, or its copy in a half dtype.
+    gradients : FlatBuffer
+        Gradients of what is trained, with the offsets of `parameters`.
     frozen : set of str
         Names of the parameters that stay as they are.
     frozen_parameters, frozen_compute : FlatBuffer
         Their arrays, and what layers compute with.
     decay_ranges : list of (int, int, bool)
         (start, stop, decay) ranges of the flat buffers.
+    seed : int
+        What the initial values were drawn for.
     gpu : int or None
         Number of the GPU with the arrays; None on the host.
     merged : dict of str to (Layer, array)
@@ -381,19 +387,16 @@ class StageBuffers:
         Whether only optimizers write `compute`, and have since the adapters were last merged.
     """
 
-    keeps_halves = False  # True if parameters in half precision have no originals in float32
-
     def __init__(
         self,
         declared: Mapping[str, Parameter],
         frozen: Collection[str],
+        wide: np.dtype,
         dtype: np.dtype,
         device: str,
         seed: int,
     ):
-        wide = arrays.accumulator(dtype)
-        if self.keeps_halves:
-            wide = dtype
+        self.seed = seed
         trained: dict[str, Parameter] = {}
         rest: dict[str, Parameter] = {}
         for name, parameter in declared.items():
@@ -404,7 +407,7 @@ class StageBuffers:
 
         self.parameters = self.compute = made(wide, trained)
         draw_into(self.parameters, trained, seed)
-        self._gradients = made(wide, trained)
+        self.gradients = made(wide, trained)
         self.frozen = {*rest}
         self.frozen_parameters = self.frozen_compute = made(wide, rest)
         draw_into(self.frozen_parameters, rest, seed)
@@ -427,17 +430,12 @@ class StageBuffers:
         self.tied_copies: set[str] = set()
 
     @property
-    def gradients(self) -> FlatBuffer:
-        """Gradients of what is trained, with the offsets of `parameters`."""
-        return self._gradients
-
-    @property
     def has_copy(self) -> bool:
         """Whether layers compute with a copy of the parameters in a half dtype."""
         return self.compute is not self.parameters
 
     @property
-    def buffers(self) -> list[FlatBuffer]:
+    def all(self) -> list[FlatBuffer]:
         """All buffers."""
         buffers = [*self._trained, self.frozen_parameters]
         if self.has_copy:
@@ -447,11 +445,11 @@ class StageBuffers:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        return sum(buffer.whole.nbytes for buffer in self.buffers)
+        return sum(buffer.whole.nbytes for buffer in self.all)
 
     @property
     def _trained(self) -> list[FlatBuffer]:
-        buffers = [self.parameters, self._gradients]
+        buffers = [self.parameters, self.gradients]
         if self.has_copy:
             buffers.append(self.compute)
         return buffers
@@ -467,7 +465,7 @@ class StageBuffers:
         The memory stays allocated: to free it, all other arrays would have to move away from those
         who hold them.
         """
-        gradient = self._gradients[name]
+        gradient = self.gradients[name]
         for buffer in self._trained:
             buffer.flat = buffer.flat[: buffer.offsets.pop(name)]
         end = self.parameters.flat.size
@@ -486,7 +484,7 @@ class StageBuffers:
         name : str
             The name here.
         other, key : StageBuffers, str
-            The stage that has the array, and its name there.
+            The buffers that have the array, and its name there.
         """
         for buffer, storage in zip(self._trained, other._trained):
             buffer._views[name] = None

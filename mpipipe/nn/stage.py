@@ -32,7 +32,7 @@ from mpipipe.nn.rope import RopeTables
 from mpipipe.text import counted
 
 
-class Stage(StageBuffers, Differentiable):
+class Stage(Differentiable):
     """Consecutive layers whose parameters, and gradients, lie in one array each.
 
     Parameters
@@ -62,8 +62,8 @@ class Stage(StageBuffers, Differentiable):
         "cpu" or "cuda".
     kernels : Kernels
         The functions that layers compute with there (see nn.kernels).
-    parameters, gradients, frozen, ... : FlatBuffer, set of str
-        Its arrays: see `StageBuffers` in nn.parameters.
+    buffers : StageBuffers
+        Its arrays: see nn.parameters.
     names : Names
         The layers one after the other, with the names that they take and give.
     position : Position
@@ -101,6 +101,8 @@ class Stage(StageBuffers, Differentiable):
     # Unless its layers take or give names: a subclass that does so itself sets it to True.
     takes_branches = False
 
+    keeps_halves = False  # True if parameters in half precision have no originals in float32
+
     # What a pipeline asks of any stage: see mpipipe.stages.
     shows_gradients = True
     own_gradients = None
@@ -120,7 +122,6 @@ class Stage(StageBuffers, Differentiable):
         self.kernels = kernels.of(self.device, self.dtype)
         self.layers = tuple(layers)
         self.first = first
-        self.seed = seed
         self.position = Position()
         self.poll: Callable[[], object] | None = None
         self.index: int | None = None
@@ -138,7 +139,10 @@ class Stage(StageBuffers, Differentiable):
         self.named_layers = self._named_layers()
         declared = {name: layer.declared[key] for name, (layer, key) in self.layer_of.items()}
         names = frozen_names(declared, frozen)
-        super().__init__(declared, names, self.dtype, self.device, seed)
+        wide = self.dtype
+        if not self.keeps_halves:
+            wide = arrays.accumulator(self.dtype)
+        self.buffers = StageBuffers(declared, names, wide, self.dtype, self.device, seed)
         self.sync_compute()
         for name, layer in self.named_layers:
             layer.bind(self, name)
@@ -146,12 +150,12 @@ class Stage(StageBuffers, Differentiable):
                 # It computes with the sum of matrix and adapters (see nn.LoRA).
                 matrix = full_name(name, key)
                 total = self.compute[matrix]
-                if not self.has_copy:
+                if not self.buffers.has_copy:
                     total = arrays.empty_like(total)
-                self.merged[matrix] = layer, total
+                self.buffers.merged[matrix] = layer, total
                 setattr(layer, key, total)
-        if self.merged:
-            self.before_write.append(partial(setattr, self, "written", True))
+        if self.buffers.merged:
+            self.before_write.append(partial(setattr, self.buffers, "written", True))
             merge(self, anew=True)
         _mark_frozen(self.named_layers)
         self.end_backward(False)
@@ -212,6 +216,51 @@ class Stage(StageBuffers, Differentiable):
     # -- parameters and gradients
 
     @property
+    def parameters(self) -> FlatBuffer:
+        """All parameters by name; `flat` is what is trained."""
+        return self.buffers.parameters
+
+    @property
+    def gradients(self) -> FlatBuffer:
+        """Gradients of what is trained, with the offsets of `parameters`."""
+        return self.buffers.gradients
+
+    @property
+    def compute(self) -> FlatBuffer:
+        """What layers compute with: `parameters` itself, or its copy in a half dtype."""
+        return self.buffers.compute
+
+    @property
+    def frozen(self) -> set[str]:
+        """Names of the parameters that stay as they are."""
+        return self.buffers.frozen
+
+    @property
+    def decay_ranges(self) -> list[tuple[int, int, bool]]:
+        """(start, stop, decay) ranges of `parameters.flat`."""
+        return self.buffers.decay_ranges
+
+    @property
+    def seed(self) -> int:
+        """What initial values, and random numbers of layers, are drawn for."""
+        return self.buffers.seed
+
+    @property
+    def gpu(self) -> int | None:
+        """Number of the GPU with the arrays; None on the host."""
+        return self.buffers.gpu
+
+    @property
+    def owners(self) -> dict[str, tuple[Stage, str]]:
+        """(stage, name) where a tied parameter lies, if that is elsewhere."""
+        return self.buffers.owners
+
+    @property
+    def tied_copies(self) -> set[str]:
+        """Names of the tied parameters that norms count in another place."""
+        return self.buffers.tied_copies
+
+    @property
     def state(self) -> dict[str, Array]:
         """Arrays that are not parameters, such as running means of a module of PyTorch, by name."""
         arrays_by_name = {}
@@ -269,10 +318,10 @@ class Stage(StageBuffers, Differentiable):
         """
         for _, layer in self.named_layers:
             layer.begin_call()
-        if not self.optimizer_writes:
+        if not self.buffers.optimizer_writes:
             self.sync_compute()
-        elif self.written:
-            self.written = False
+        elif self.buffers.written:
+            self.buffers.written = False
             merge(self)
 
     def sync_compute(self) -> None:
@@ -280,8 +329,9 @@ class Stage(StageBuffers, Differentiable):
 
         Call it after you wrote parameters yourself.
         """
-        frozen = self.frozen_parameters, self.frozen_compute
-        for wide, compute in ((self.parameters, self.compute), frozen):
+        buffers = self.buffers
+        frozen = buffers.frozen_parameters, buffers.frozen_compute
+        for wide, compute in ((buffers.parameters, buffers.compute), frozen):
             if compute is not wide and not wide.is_divided and wide.flat.size:
                 self.kernels.copy(wide.flat, compute.flat)
         merge(self, anew=True)
@@ -292,19 +342,20 @@ class Stage(StageBuffers, Differentiable):
         Nothing else may write parameters.
         """
         self.refresh()
-        self.optimizer_writes = self.has_copy or bool(self.merged)
+        buffers = self.buffers
+        buffers.optimizer_writes = buffers.has_copy or bool(buffers.merged)
 
     @property
     def kept_copy(self) -> Array | None:
         """Array that optimizers write besides the parameters: `compute.flat`, once they do."""
-        if self.optimizer_writes and self.has_copy:
+        if self.buffers.optimizer_writes and self.buffers.has_copy:
             return self.compute.flat
         return None
 
     @property
     def originals(self) -> FlatBuffer | None:
         """The parameters, if layers compute with nothing but a copy of them in a half dtype."""
-        if self.merged or not self.has_copy:
+        if self.buffers.merged or not self.buffers.has_copy:
             return None
         return self.parameters
 
@@ -407,7 +458,7 @@ class Stage(StageBuffers, Differentiable):
 
     def use_parts(self, used: bool) -> None:
         """Let layers add to the parts of shared gradients, as in a step, or to the gradients."""
-        parts = self.parts
+        parts = self.buffers.parts
         if not parts:
             return
         source: Mapping[str, Array] = self.gradients

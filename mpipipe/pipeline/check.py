@@ -294,7 +294,7 @@ class CheckedStage:
         """Return all gradients by name, and the parts of tied ones."""
         named = named_arrays(self.stage, "gradients")
         for inner in self.stage.inner_stages:
-            for name, array in inner.parts.items():
+            for name, array in inner.buffers.parts.items():
                 named[f"{name}, part"] = array
         return named
 

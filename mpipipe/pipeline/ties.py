@@ -173,7 +173,7 @@ class TiedParameter:
                 self.parts.append(arrays.empty_like(like))
                 continue
             stage, name = user = users[place]
-            self.parts.append(stage.parts.get(name, stage.gradients[name]))
+            self.parts.append(stage.buffers.parts.get(name, stage.gradients[name]))
             if user != counted:
                 stage.tied_copies.add(name)
             if name not in stage.owners:
@@ -260,10 +260,10 @@ def share(places: list[tuple[User, User]]) -> None:
     for (stage, name), owner in places:
         alike = (stage.dtype, stage.device) == (owner.stage.dtype, owner.stage.device)
         if name not in stage.owners:
-            if not alike or not stage.ends_with(name):
+            if not alike or not stage.buffers.ends_with(name):
                 continue
-            stage.parts[name] = stage.give_up(name)
-        stage.point(name, owner.stage, owner.name)
+            stage.buffers.parts[name] = stage.buffers.give_up(name)
+        stage.buffers.point(name, owner.stage.buffers, owner.name)
         stage.owners[name] = owner
         layer, key = stage.layer_of[name]
         setattr(layer, key, stage.compute[name])

@@ -150,7 +150,7 @@ class Cut(list[nn.Stage]):
                 is_first=index == 0,
                 is_last=index == last,
                 parameters=sum(array.size for array in stage.parameters.values()),
-                bytes=stage.nbytes,
+                bytes=stage.buffers.nbytes,
             )
             entries.append(entry)
         self.stages = tuple(entries)

@@ -150,7 +150,7 @@ def lone_layers(
             check_memory("measuring a layer", needs, "run it on a machine with more memory")
             drawn = meter()
             stage = nn.Stage([layer], problem.dtype, first=place, frozen=measured.frozen)
-            drawing = max(0, drawn() - sum(array_bytes(stage.buffers).values()))
+            drawing = max(0, drawn() - sum(array_bytes(stage.buffers.all).values()))
             stage.optimizer_writes_compute()
             trained = not (below and layer.frozen)
             stage.end_backward(below and trained)
@@ -169,7 +169,7 @@ def lone_layers(
 def _micro_batch(lone: LoneLayer) -> Sizes:
     """Run one micro-batch as the executor does, after another one that makes tables."""
     stage = lone.stage
-    shared = {*array_bytes((stage.buffers, lone.x, lone.targets))}
+    shared = {*array_bytes((stage.buffers.all, lone.x, lone.targets))}
     before = getattr(lone.x, "main", lone.x)
     for _ in range(2):
         y = lone.forward()
@@ -206,7 +206,7 @@ def _micro_batch(lone: LoneLayer) -> Sizes:
     for _, part in stage.layers[0].walk(""):
         if not isinstance(part, ForeignLayer):
             parts.append(vars(part))
-    common, tables = new_bytes([stage.tables, parts], {*array_bytes(stage.buffers)})
+    common, tables = new_bytes([stage.tables, parts], {*array_bytes(stage.buffers.all)})
     most = {name: action[-1] for name, action in lone.actions.items()}
     held = sizes.saved + sizes.output - sizes.keeps_output
     return replace(

@@ -63,7 +63,7 @@ def test_what_they_keep_is_seen_by_a_dry_run(place):
     x = np.zeros((4096, WIDTH))
     with adapters.counting():
         y, saved = stage.forward(x, nn.Position())
-        (kept,) = new_bytes([saved], {*array_bytes((stage.buffers, x))})
+        (kept,) = new_bytes([saved], {*array_bytes((stage.buffers.all, x))})
         dx, pending = stage.backward_input(np.ones_like(y), saved)
         stage.backward_weight(pending)
     assert dx.shape == x.shape and 0.95 * x.nbytes <= kept <= 6 * x.nbytes  # the tanh at least

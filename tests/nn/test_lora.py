@@ -81,9 +81,9 @@ def test_matrices_stay_as_they_are_and_layers_follow_the_adapters(dtype):
     for name, array in stage.parameters.items():
         assert (array.tobytes() == before[name].tobytes()) == ("lora" not in name), name
     merged = without_adapters([stage], merged=True)[0].parameters
-    for name in stage.merged:
+    for name in stage.buffers.merged:
         expected = merged[name].astype(arrays.dtype(dtype))
-        layer, key = stage.merged[name][0], name.rpartition(".")[2]
+        layer, key = stage.buffers.merged[name][0], name.rpartition(".")[2]
         assert getattr(layer, key).tobytes() == expected.tobytes(), "layers compute with the adapters as they are now"
         assert expected.tobytes() != before[name].astype(arrays.dtype(dtype)).tobytes()
 

@@ -186,7 +186,7 @@ class Undeclared(Scaled):
 
 def elsewhere():
     stage = nn.Stage([nn.Gelu()], device="cuda", dtype="float64")
-    stage.gpu = 5
+    stage.buffers.gpu = 5
     return stage
 
 

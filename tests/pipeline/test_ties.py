@@ -59,7 +59,7 @@ def test_places_on_one_rank_share_one_array(comm, make):
     with Pipeline(stages, schedule, alone, loss=nn.softmax_cross_entropy):
         assert last.parameters[HEAD] is first.parameters["0.weight"] is layer.weight
         assert last.gradients[HEAD] is first.gradients["0.weight"]
-        assert before is last.parts[HEAD] and layer.weight_grad is last.gradients[HEAD]
+        assert before is last.buffers.parts[HEAD] and layer.weight_grad is last.gradients[HEAD]
         assert list(last.parameters)[-1] == list(last.gradients)[-1] == HEAD
         flats = [stage.parameters.flat for stage in stages]
         assert sum(flat.size for flat in flats) == size - MODEL["vocab"] * MODEL["dim"]
