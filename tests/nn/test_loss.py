@@ -17,15 +17,6 @@ from mpipipe.nn.layers.head_slices import TILE_BYTES, tile_rows
 RANDOM = np.random.default_rng(7)
 
 
-@pytest.mark.parametrize("shape", [(3,), (2, 3), (2, 3, 5)])
-def test_mean_squared_error_is_its_formula(shape):
-    output, target = RANDOM.standard_normal((2, *shape))
-    value, gradient = nn.mean_squared_error(output, target)
-    assert isinstance(value, float)
-    close(value, np.mean((output - target) ** 2), output.size + 4)
-    close(gradient, 2 * (output - target) / output.size, 3, largest(output, target))
-
-
 def test_a_float32_loss_is_summed_in_float64():
     output, target = np.full(3_000_000, 0.1, np.float32), np.zeros(3_000_000, np.float32)
     value, gradient = nn.mean_squared_error(output, target)
