@@ -5,16 +5,12 @@ from functools import partial
 import numpy as np
 import pytest
 from support.device_attention import CASES, DOCUMENTS, agrees, make, opposed, reference, through_local
-from support.reference_attention import dense
 from support.rings import refused
 from support.rings import through_ring as through_host_ring
-from support.tolerance import close, largest, within
+from support.tolerance import within
 
 from mpipipe import arrays, attention
-from mpipipe.arrays import strided
-from mpipipe.attention import kernels, mask
-from mpipipe.attention.kernels import Gradients, KVBlock, OutLse, cudnn, cupy
-from mpipipe.attention.kernels.interface import new_result
+from mpipipe.attention.kernels import cupy
 from mpipipe.attention.layout import KINDS, Layout
 from mpipipe.comm.ring_exchange import RingExchange
 from mpipipe.errors import ArgumentError, MismatchError
@@ -77,32 +73,6 @@ def test_rows_and_arrays_without_keys(gpu, dtype):
     whole = make(dtype, seq=0, keys=6)
     found = through_local(whole, gpu)[0]
     assert found[0].size == 0 and not found[3].any() and not found[4].any()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_behind_no_key(gpu, dtype):
-    """Slices that leave a row out: the kernels set, or merge, what they find for the others only."""
-    whole = make(dtype, seq=7, keys=5)
-    q, k, v, dout = (arrays.upload(x) for x in whole)
-    kernel = kernels.chosen(q, k, v)
-    slices = [mask.Slice(2, 7, 0, 5, None, 0)]
-    kind = arrays.accumulator(q.dtype)
-    out, lse = (arrays.zeros(shape, kind, "cuda") for shape in ((2, 7, 4, 8), (2, 4, 7)))
-    strided.fill(lse, -np.inf)
-    kernel.forward(KVBlock(q, k, v, 0.3, slices), OutLse(out, lse), False)
-    expected = dense(whole[0][:, 2:], *whole[1:3], whole[3][:, 2:], True, scale=0.3)
-    found, found_lse = arrays.download(out, lse)
-    assert not found[:, :2].any() and np.isneginf(found_lse[:, :, :2]).all()
-    bounds = expected.bounds(dtype)
-    within(found[:, 2:], expected[0], bounds[0], "out")
-    gradients = Gradients(*(arrays.empty_like(x) for x in (q, k, v)))
-    rounded = arrays.empty_like(out, q.dtype)
-    strided.strided_copy(out, rounded)
-    kernel.backward(KVBlock(q, k, v, 0.3, slices), dout, OutLse(rounded, lse), gradients, overwrite=True)
-    found = [x.astype(np.float64) for x in arrays.download(*gradients)]
-    assert not found[0][:, :2].any()
-    for one, other, allowed in zip((found[0][:, 2:], *found[1:]), expected[2:], bounds[2:]):
-        within(one, other, allowed, "gradient")
 
 
 def test_rows_whose_scores_all_overflow(gpu):
@@ -224,37 +194,3 @@ def test_arrays_that_are_refused(gpu):
     ):
         with pytest.raises(ArgumentError, match=match):
             call()
-
-
-# -- the parts
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("count, dim", [(0, 8), (1, 5), (3, 128), (4, 8), (9, 5), (9, 128)])
-def test_partial_results_become_one(gpu, dtype, count, dim):
-    """Blocks for some rows each, merged a few at a time; log-sum-exps far apart, and rows that no block sees."""
-    kind = arrays.dtype(dtype)
-    rng = np.random.default_rng(count)
-    q = arrays.empty((2, 6, 3, dim), kind, "cuda")
-    result, blocks = new_result(q, q, arrays.accumulator(kind), overwrite=False), []
-    weights, total, size, scores = np.zeros((2, 6, 3, dim)), np.zeros((2, 6, 3, 1)), np.zeros((2, 6, 3, dim)), 0.0
-    for number in range(count):
-        start = number % 3
-        out, lse = (rng.normal(size=shape) for shape in ((2, 5 - start, 3, dim), (2, 3, 5 - start)))
-        lse *= 30
-        out = out.astype(kind)
-        values = arrays.upload(out), arrays.upload(lse.astype(arrays.accumulator(kind)))
-        blocks.append(cudnn.PendingRows(*values, np.int32(start), np.int32(5)))
-        share = np.exp(lse).transpose(0, 2, 1)[..., None]
-        weights[:, start:5] += share * out.astype(float)
-        total[:, start:5] += share
-        size[:, start:5] += share * np.abs(out.astype(float))
-        scores = max(scores, largest(lse))
-    for first in range(0, count, cudnn.BLOCKS):
-        cudnn.merge(blocks[first : first + cudnn.BLOCKS], result)
-    found, lse = arrays.download(*result)
-    with np.errstate(divide="ignore"):
-        close(lse, np.log(total[..., 0]).transpose(0, 2, 1), count + 4, 1 + scores)
-    once = np.where(total == 0, 1, total)  # a log-sum-exp enters an exponential: its size is that of the weights' error
-    close(found, weights / once, count + 4, (1 + 2 * scores) * size / once, dtype=lse.dtype)
-    assert not found[:, 5].any() and np.isneginf(lse[:, :, 5]).all()

@@ -84,28 +84,6 @@ def test_work_of_each_rank(kind, work):
     assert found == work
 
 
-@given(st.integers(1, 30), st.integers(0, 30), st.none() | st.integers(1, 40))
-def test_a_slice_and_all_before_it_are_one_band(rows, before, window):
-    queries = [mask.PositionRange(0, rows, before, 1)]
-    keys = [mask.PositionRange(0, before, 0, 1), mask.PositionRange(before, rows, before, 1)]
-    (whole,) = mask.mask_slices(queries, [mask.PositionRange(0, before + rows, 0, 1)], True, window)
-    slices = mask.mask_slices(queries, keys, True, window)
-    joined = mask.in_one_band(slices)
-    np.testing.assert_array_equal(*(seen(each, rows, before + rows) for each in (joined, [whole])))
-    if window is None:
-        assert joined == [whole]
-
-
-def test_kinds_of_mask():
-    layout = Layout("contiguous", 4, 1024)
-    (diagonal,), (full,) = layout.needs(2, 2), layout.needs(2, 1)
-    assert (diagonal.kind, full.kind, layout.needs(2, 3)) == (mask.CAUSAL, mask.FULL, [])
-    (band,) = layout.needs(2, 2, window=100)
-    assert band.kind == mask.BAND
-    (strict,) = Layout("striped", 2, 8).needs(0, 1)  # rank 0 holds 0 2 4 6, rank 1 holds 1 3 5 7
-    assert (strict.q_start, strict.k_stop, strict.kind) == (1, 3, mask.CAUSAL)
-
-
 @pytest.mark.parametrize("window, steps", [(1, 1), (2, 2), (256, 2), (257, 2), (258, 3), (10_000, 4), (None, 4)])
 def test_steps_that_nobody_needs_are_not_taken(window, steps):
     layout = Layout("contiguous", 4, 1024)

@@ -87,14 +87,15 @@ def cases(draw):
 
 
 @settings(max_examples=40)
-@given(cases(), st.integers(1, 5), st.sampled_from(KINDS), st.booleans())
-def test_any_slices_on_any_ring_are_dense_attention_to_the_whole(case, ranks, kind, again):
+@given(cases(), st.integers(1, 5), st.sampled_from(KINDS), st.booleans(), st.booleans())
+def test_any_slices_on_any_ring_are_dense_attention_to_the_whole(case, ranks, kind, again, room):
     lengths, window, documents, sizes, scale = case
     whole = arrays(sum(lengths), **sizes)
     segments = None if documents is None else np.searchsorted(documents, np.arange(sum(lengths)), "right") - 1
     options = dict(window=window, segments=segments, scale=scale)
     expected = dense(*whole, True, window, documents, scale)
-    agrees(by_head(through(Sliced(Local(**options), lengths), [whole], again=again)[0]), expected)
+    room = room and sizes["kv_heads"] == 2  # side by side in one array, as SelfAttention has it
+    agrees(by_head(through(Sliced(Local(**options), lengths), [whole], again=again, room=room)[0]), expected)
 
     def on_rank(comm):
         attend = Sliced(Ring(comm, layout=kind, **options), lengths)
@@ -102,17 +103,6 @@ def test_any_slices_on_any_ring_are_dense_attention_to_the_whole(case, ranks, ki
 
     found = of_ranks(None, Layout(kind, ranks, sum(lengths), lengths), inprocess.run(ranks, on_rank))
     agrees(found[0], expected)
-
-
-@pytest.mark.parametrize("slices, window", [(1, None), (8, 9)])
-def test_results_are_those_of_local_to_1e_12(slices, window):
-    sequences = [arrays(41, batch=1, seed=seed) for seed in (1, 2, 3)]
-    attend = Sliced(Local(window=window), attention.slice_lengths(41, slices, 4))
-    for room in (False, True):
-        for whole, found in zip(sequences, through(attend, sequences, room=room)):
-            out, saved = Local(window=window).forward(*whole[:3])
-            for one, other in zip([found[0], *found[2:]], [out, *Local(window=window).backward(whole[3], saved)]):
-                np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
 
 
 @settings(max_examples=25)
