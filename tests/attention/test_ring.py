@@ -32,6 +32,7 @@ def cases(draw):
     dim, value_dim = draw(st.sampled_from([(8, 8), (8, 5), (4, 12)]))
     rotation = draw(st.sampled_from(["overlap", "sendrecv"]))
     sizes = dict(keys=keys, batch=draw(st.integers(1, 2)), heads=heads, kv_heads=kv_heads, dim=dim, value_dim=value_dim)
+    sizes["size"] = draw(st.sampled_from([1.0, 30.0]))  # scores of thousands
     return ranks, seq, draw(st.sampled_from(KINDS)), causal, window, documents, rotation, sizes
 
 
