@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.reference_attention import dense
-from support.rings import refused
+from support.reference_attention import dense, visible_pairs
+from support.rings import masks, refused
 from support.tolerance import within
 
 from mpipipe import attention, nn
@@ -34,33 +34,21 @@ def seen(slices, rows, keys):
 
 @st.composite
 def cases(draw):
-    ranks, seq = draw(st.integers(1, 5)), draw(st.integers(1, 40))
-    causal = draw(st.booleans())
-    window = draw(st.none() | st.integers(1, 45)) if causal else None
-    cuts = draw(st.none() | st.sets(st.integers(1, seq), max_size=4))
-    documents = None if cuts is None else sorted({0, seq, *cuts})
-    return draw(st.sampled_from(KINDS)), ranks, seq, causal, window, documents
+    seq = draw(st.integers(1, 40))
+    return draw(st.sampled_from(KINDS)), draw(st.integers(1, 5)), seq, draw(masks(seq, keys=False))[1]
 
 
 @settings(max_examples=150)
 @given(cases())
 def test_every_visible_pair_is_planned_once_and_no_other(case):
-    kind, ranks, seq, causal, window, documents = case
+    kind, ranks, seq, view = case
     layout = Layout(kind, ranks, seq)
-    for q_rank in range(ranks):
-        i = layout.positions(q_rank)[:, None]
-        for k_rank in range(ranks):
-            j = layout.positions(k_rank)[None, :]
-            visible = np.ones((i.size, j.size), bool)
-            if causal:
-                visible &= j <= i
-            if window is not None:
-                visible &= i - j < window
-            if documents is not None:
-                visible &= np.searchsorted(documents, i, "right") == np.searchsorted(documents, j, "right")
-            slices = layout.needs(q_rank, k_rank, causal, window, documents)
-            np.testing.assert_array_equal(seen(slices, i.size, j.size), visible)
-            np.testing.assert_array_equal(seen(mask.in_one_band(slices), i.size, j.size), visible)
+    visible = visible_pairs(seq, seq, *view)
+    for q_rank, k_rank in np.ndindex(ranks, ranks):
+        expected = visible[layout.positions(q_rank)][:, layout.positions(k_rank)]
+        slices = layout.needs(q_rank, k_rank, *view)
+        for planned in (slices, mask.in_one_band(slices)):
+            np.testing.assert_array_equal(seen(planned, *expected.shape), expected)
 
 
 @given(st.sampled_from(KINDS), st.integers(1, 7), st.integers(0, 50))

@@ -110,17 +110,25 @@ def _outer(weights, columns):
     return np.einsum("bhij,bjhd->bihd", weights, columns, optimize=True)
 
 
-def dense(q, k, v, dout, causal=True, window=None, documents=None, scale=None):
-    """Positions of queries and keys both start at 0; documents: where each begins, and the end."""
-    i, j = np.arange(q.shape[1])[:, None], np.arange(k.shape[1])[None, :]
-    seen = np.ones((i.size, j.size), bool)
+def visible_pairs(queries, keys, causal=True, window=None, documents=None):
+    """Which of so many queries sees which of so many keys, whose positions both start at 0.
+
+    documents : where each begins, and the end
+    """
+    i, j = np.arange(queries)[:, None], np.arange(keys)[None, :]
+    seen = np.ones((queries, keys), bool)
     if causal:
         seen &= j <= i
     if window is not None:
         seen &= i - j < window
     if documents is not None:
         seen &= np.searchsorted(documents, i, "right") == np.searchsorted(documents, j, "right")
-    return Dense(q, k, v, dout, seen, scale)
+    return seen
+
+
+def dense(q, k, v, dout, causal=True, window=None, documents=None, scale=None):
+    """Dense attention; see `visible_pairs`."""
+    return Dense(q, k, v, dout, visible_pairs(q.shape[1], k.shape[1], causal, window, documents), scale)
 
 
 def agrees(found, expected):
