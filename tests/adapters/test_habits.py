@@ -433,6 +433,17 @@ def integers_that_are_parameters(self, x):
     return self.linear(x) * self.table[0]
 
 
+# -- parameters and inputs in several places of a graph ----------------------------------------------------------------
+
+
+CASES |= {
+    "branch_with_work_of_its_own": lambda: around(lambda self, x: torch.tanh(x) * torch.exp(self.linear.bias).sum()),
+    "parameter_alone": lambda: around(lambda self, x: x.sum() * 0 + self.linear.weight[:1] * x.new_ones(len(x), 1)),
+    "two_ways_to_the_input": lambda: around(lambda self, x: torch.tanh(self.linear(x)) + x * x),
+    "result_in_place": lambda: around(lambda self, x: self.linear(x).mul_(2).add_(self.linear.bias)),
+}
+
+
 # -- ties and sharing --------------------------------------------------------------------------------------------------
 
 
