@@ -127,12 +127,6 @@ def test_weights_start_with_the_spread_that_keeps_the_size_of_a_field():
     assert not stage.parameters["0.bias"].any() and not layer.declared["bias"].decay
 
 
-def test_the_input_is_all_that_is_kept():
-    stage, x = made("plane")
-    _, (kept,) = stage.forward(x)
-    assert kept is x
-
-
 def test_what_is_frozen_has_no_gradient():
     for frozen, trained in (("*.weight", "0.bias"), ("*.bias", "0.weight")):
         stage = nn.Stage([nn.Conv(2, 3, (3, 3))], dtype="float64", frozen=[frozen])

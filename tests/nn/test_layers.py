@@ -115,12 +115,6 @@ def test_linear_takes_arrays_that_are_not_contiguous():
     close(stage.gradients["0.weight"], np.einsum("abo,abi->oi", dy, x), 3 * 4, size)
 
 
-def test_feed_forward_keeps_the_input_of_gelu_alone():
-    x = RANDOM.standard_normal((4, 6))
-    _, ((kept, inner),) = made(nn.FeedForward(6, 10)).forward(x)
-    assert kept is x and inner.shape == (4, 10)
-
-
 @pytest.mark.parametrize("name", [name for name in LAYERS if name != "Gelu"])
 def test_a_wrong_input_size_is_named(name):
     stage = nn.Stage([LAYERS[name][0]()], dtype="float64", first=4)
