@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.device_attention import agrees as agrees_on_device
 from support.device_attention import make
-from support.reference_attention import agrees, dense
+from support.reference_attention import agrees, agrees_by_row, dense
 from support.rings import arrays, refused
 
 from mpipipe import arrays as backend
@@ -114,11 +114,8 @@ def test_documents_of_rows_change_from_sequence_to_sequence(case, ranks, kind, s
     segments = [np.stack([np.cumsum(rng.random(seq) < 0.2) for _ in range(batch)]) for _ in sequences]
 
     def check(results):
-        for whole, found, rows in zip(sequences, results, segments):
-            for number, row in enumerate(rows):
-                one = slice(number, number + 1)
-                documents = [0, *(np.flatnonzero(np.diff(row)) + 1), seq]
-                agrees([x[one] for x in found], dense(*[x[one] for x in whole], True, window, documents))
+        for found, whole, rows in zip(results, sequences, segments):
+            agrees_by_row(found, whole, rows, window)
 
     check(map(by_head, through(Sliced(Local(window=window), lengths), sequences, segments=segments)))
 

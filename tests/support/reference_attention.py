@@ -135,3 +135,10 @@ def agrees(found, expected):
     """`found`, in the order of NAMES and of the dtype of its first, is `expected` up to rounding."""
     for name, one, other, allowed in zip(NAMES, found, expected, expected.bounds(found[0].dtype)):
         within(one, other, allowed, f"{name} ({found[0].dtype.name})")
+
+
+def agrees_by_row(found, whole, segments, window=None):
+    """Each row of `found`, lse (batch, heads, seq), is dense attention to the documents of that row of `whole`."""
+    for number, row in enumerate(segments):
+        documents, one = [0, *(np.flatnonzero(np.diff(row)) + 1), len(row)], slice(number, number + 1)
+        agrees([x[one] for x in found], dense(*[x[one] for x in whole], True, window, documents))
