@@ -10,7 +10,6 @@ from support import dense, torch_models  # noqa: E402
 
 from mpipipe import Mesh, Pipeline, adapters, checkpoint, optim, schedules  # noqa: E402
 from mpipipe.job import inprocess  # noqa: E402
-from mpipipe.nn import Position  # noqa: E402
 
 pytestmark = pytest.mark.judges
 ENOUGH = 1e-10  # of gradients about 1 in float64, by sums of some thousand terms, with room for the exponential
@@ -122,22 +121,6 @@ def test_dropout_is_the_same_for_every_schedule_and_off_in_an_evaluation(comm, r
     with Pipeline([stage], schedule, comm, loss=adapters.torch_loss(torch_models.cross_entropy)) as pipeline:
         close(pipeline.evaluate(*dense.placed(schedule, comm.rank, *data)), loss, "without dropout")
         pipeline.step(*dense.placed(schedule, comm.rank, *data))
-
-
-def test_masks_differ_by_micro_batch_step_and_stage():
-    def mask(stage, **place):
-        return stage.forward(np.ones((4, 64)), Position(**place))[0]
-
-    stage = adapters.torch_stage(torch.nn.Dropout(0.5))
-    stage.index = 0
-    first = mask(stage)
-    np.testing.assert_array_equal(mask(stage), first)
-    others = [mask(stage, step=1), mask(stage, microbatch=1), mask(stage, replica=1)]
-    stage.index = 1
-    others += [mask(stage), mask(adapters.torch_stage(torch.nn.Dropout(0.5), seed=1))]
-    for number, other in enumerate(others):
-        assert not np.array_equal(other, first), number
-    np.testing.assert_array_equal(mask(stage, training=False), 1)
 
 
 def test_a_checkpoint_has_parameters_and_buffers_whatever_the_cut(pair, mpi_tmp_path):
