@@ -126,25 +126,16 @@ def test_documents_of_rows_change_from_sequence_to_sequence(case, ranks, kind, s
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_other_dtypes(dtype):
-    whole = make(dtype, seq=30)
-    found = by_head(through(Sliced(Local(), (13, 10, 7)), [whole])[0])
-    agrees_on_device(found, dense(*whole), dtype)
-    ranks = inprocess.run(3, lambda comm: through(Sliced(Ring(comm), (13, 10, 7)), [whole], comm.rank))
-    agrees_on_device(of_ranks(None, Layout("contiguous", 3, 30, (13, 10, 7)), ranks)[0], dense(*whole), dtype)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_on_the_gpu(gpu, dtype):
+def test_other_dtypes_on_the_host_and_on_the_gpu(place, dtype):
     whole = make(dtype, seq=30)
     segments = [np.repeat([[0, 1], [5, 4]], 15, axis=1)]
-    for options in ({}, {"segments": segments}):
-        found = by_head(through(Sliced(Local(window=12), (13, 10, 7)), [whole], place=backend.upload, **options)[0])
-        agrees_on_device(found, dense(*whole, True, 12, [0, 15, 30] if options else None), dtype)
+    for options, documents in (({}, None), ({"segments": segments}, [0, 15, 30])):
+        found = by_head(through(Sliced(Local(window=12), (13, 10, 7)), [whole], place=place, **options)[0])
+        agrees_on_device(found, dense(*whole, True, 12, documents), dtype)
     lengths = (18, 12)
 
     def on_rank(comm):
-        return through(Sliced(Ring(comm, layout="zigzag"), lengths), [whole], comm.rank, place=backend.upload)
+        return through(Sliced(Ring(comm, layout="zigzag"), lengths), [whole], comm.rank, place=place)
 
     found = of_ranks(None, Layout("zigzag", 2, 30, lengths), inprocess.run(2, on_rank))
     agrees_on_device(found[0], dense(*whole), dtype)
