@@ -36,7 +36,7 @@ tests=("$python" -m pytest -q --color=no -p no:cacheprovider -m gpu
 "$python" -c 'import pytest_mpi' 2> /dev/null || tests+=(-p support.mpi_stand_in)
 part info "$python" -m mpipipe info
 if [ "${QUICK:-}" = 1 ]; then
-    MPIPIPE_TEST_GPU_STREAM=own part tests-1 "${tests[@]}" tests/arrays tests/nn/test_device_kernels.py tests/attention/test_cudnn.py
+    MPIPIPE_TEST_GPU_STREAM=own part tests-1 "${tests[@]}" tests/arrays tests/nn/test_kernel_formulas.py tests/attention/test_cudnn.py
     part bench "$python" -m mpipipe bench gpu --quick --no-peers --json "$results/bench.json"
 else
     MPIPIPE_TEST_GPU_STREAM=own part tests-1 "${tests[@]}" tests

@@ -142,6 +142,17 @@ def gpu():
         yield device
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def place(request):
+    """What brings an array to where a test computes: on the host, or on the GPU."""
+    if request.param == "cpu":
+        return np.asarray
+    request.getfixturevalue("gpu")
+    from mpipipe import arrays
+
+    return arrays.upload
+
+
 @pytest.fixture
 def emulated_gpu():
     """As gpu, but the emulated one in any case."""

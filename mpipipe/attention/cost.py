@@ -1,4 +1,4 @@
-"""What ring attention costs: bytes sent, memory saved, and when transfers are hidden.
+"""What ring attention costs: bytes sent, and when transfers are hidden.
 
 Pure arithmetic, to plan with and to check measurements against. N is the size of the ring, s the
 local length of the sequence, g the number of query heads to a key head.
@@ -83,31 +83,6 @@ def _messages(
     return sizes
 
 
-def sent_backward_full_circle(block: int, ranks: int) -> int:
-    """Return the bytes sent in a backward that begins with its own block.
-
-    That is what ring-flash-attention does.
-
-    K and V take N - 1 hops. dK and dV take N, where the last brings them home: (2 N - 1) kv_bytes.
-    """
-    if ranks > 1:
-        return (2 * ranks - 1) * block
-    return 0
-
-
-def saved_by_sharded_rows(ranks: int) -> float:
-    """Part of the matrix of scores that a rank does not hold if rows are sharded: 1 - 1/N."""
-    return 1 - 1 / ranks
-
-
-def saved_by_ring_blocks(ranks: int) -> float:
-    """Return the share of memory saved with one block of s by s at a time: 1 - 1/N^2.
-
-    The kernels here hold one tile of a block.
-    """
-    return 1 - 1 / ranks**2
-
-
 def hiding_length_forward(
     flops: float, bandwidth: float, group: int = 1, itemsize: int = 4, causal: bool = True
 ) -> float:
@@ -117,29 +92,10 @@ def hiding_length_forward(
     the link, in bytes a second. A causal step (with balanced shards: half a block) computes for 2
     s^2 heads dim / flops seconds, and sends a block in 2 s kv_heads dim itemsize / bandwidth
     seconds. The first is as long as the second at s = itemsize flops / (g bandwidth). Without the
-    causal mask half that length is enough.
+    causal mask half that length is enough. A backward computes BACKWARD_WORK times as much and
+    sends dK and dV too: 2 / BACKWARD_WORK of that length hides it in float32.
     """
     return itemsize * flops / (group * bandwidth) / (1 if causal else 2)
-
-
-def hiding_length_backward(
-    flops: float,
-    bandwidth: float,
-    group: int = 1,
-    itemsize: int = 4,
-    gradient_itemsize: int = 4,
-    causal: bool = True,
-) -> float:
-    """Return the length that hides the transfers of a backward.
-
-    It computes 2.5 times as much as a forward, and also sends dK and dV.
-
-    With the causal mask s = (itemsize + gradient_itemsize) flops / (2.5 g bandwidth).
-    """
-    return (
-        hiding_length_forward(flops, bandwidth, group, itemsize + gradient_itemsize, causal)
-        / BACKWARD_WORK
-    )
 
 
 def attention_flops(pairs: float, heads: int, head_dim: int) -> float:

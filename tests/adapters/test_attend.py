@@ -9,7 +9,7 @@ import pytest
 
 torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
 from support import dense  # noqa: E402
-from support.reference_attention import Dense  # noqa: E402
+from support.reference_attention import Dense, visible_pairs  # noqa: E402
 from support.rings import arrays  # noqa: E402
 from support.tolerance import within  # noqa: E402
 
@@ -23,11 +23,6 @@ jax.config.update("jax_enable_x64", True)
 pytestmark = pytest.mark.judges
 ENOUGH = 1e-12  # of numbers about 1 in float64, by sums of some tens of terms
 WIDTH, HEADS, KV_HEADS, SEQ = 16, 4, 2, 21
-
-
-def seen(seq, causal=True, window=None):
-    i, j = np.arange(seq)[:, None], np.arange(seq)
-    return ((j <= i) | (not causal)) & (i - j < (window or seq))
 
 
 def torch_dense(q, k, v, mask):
@@ -73,7 +68,7 @@ def test_a_ring_is_dense_attention(comm, library, kind, options):
     whole = arrays(SEQ, heads=HEADS, kv_heads=KV_HEADS, value_dim=6)
     shards = [layout.shard(each, comm.rank) for each in whole]
     attend = ATTEND[library](Ring(comm, layout=layout, **options))
-    expected = THROUGH[library](partial(DENSE[library], mask=seen(SEQ, **options)), *whole)
+    expected = THROUGH[library](partial(DENSE[library], mask=visible_pairs(SEQ, SEQ, **options)), *whole)
     for _ in range(2):
         found = THROUGH[library](attend, *shards)
         for parts, right in zip(zip(*comm.allgather(found)), expected):
@@ -97,7 +92,7 @@ def test_attention_on_one_rank_in_other_dtypes(library, dtype):
         *given, rounded = (jax.numpy.asarray(each, dtype) for each in whole)
         found = through_jax(attend, *given, rounded)
         assert {each.dtype.name for each in found} == {dtype}
-    expected = Dense(*given, rounded, seen(SEQ))
+    expected = Dense(*given, rounded, visible_pairs(SEQ, SEQ))
     import ml_dtypes
 
     bounds = expected.bounds(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
@@ -145,7 +140,7 @@ def test_pipelines_whose_stages_share_a_sequence_equal_one_process(comm, library
         pytest.skip("for 1, 2 or 4 ranks")
     pipe = 2 if comm.size == 4 else 1
     x, target = np.random.default_rng(0).normal(size=(2, 4, SEQ, WIDTH))
-    mask = partial(DENSE[library], mask=seen(SEQ))
+    mask = partial(DENSE[library], mask=visible_pairs(SEQ, SEQ))
     whole, kept, y = [stage_of(library, mask, number) for number in range(pipe)], [], x
     for stage in whole:
         y, saved = stage.forward(y)
@@ -179,7 +174,7 @@ def test_branches_of_a_module_go_around_the_ring_in_one_order(comm, library):
 
     attend = ATTEND[library](Ring(comm, layout=layout))
     found = THROUGH[library](partial(branches, attend), *(layout.shard(each, comm.rank) for each in whole))
-    alone = partial(branches, partial(DENSE[library], mask=seen(SEQ)))
+    alone = partial(branches, partial(DENSE[library], mask=visible_pairs(SEQ, SEQ)))
     for parts, right in zip(zip(*comm.allgather(found)), THROUGH[library](alone, *whole)):
         assert np.abs(layout.unshard(parts) - right).max() <= 10 * ENOUGH
 
@@ -312,7 +307,9 @@ def test_calls_after_a_function_of_jax_that_runs_ahead_come_after_it(pair):
     first = compiled(square, 1.0)
     second, _ = ring.forward(q, 3 * k, v)
     for factor, found in ((1, np.asarray(first)), (3, second)):
-        right = through_torch(partial(torch_dense, mask=seen(SEQ)), whole[0], factor * whole[1], *whole[2:])[0]
+        right = through_torch(
+            partial(torch_dense, mask=visible_pairs(SEQ, SEQ)), whole[0], factor * whole[1], *whole[2:]
+        )[0]
         assert np.abs(layout.unshard(pair.allgather(found)) - right).max() <= ENOUGH
 
 

@@ -8,6 +8,7 @@ import copy
 import random
 from collections import deque, namedtuple
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -38,31 +39,63 @@ def case(function):
 
 
 class Of(torch.nn.Module):
-    """A linear map, and what a function makes of the module and its output."""
+    """A linear map and other attributes, and a function that makes its output of the module and the input."""
 
-    def __init__(self, function, **kwargs):
+    def __init__(self, function, **attributes):
         super().__init__()
-        self.linear = torch.nn.Linear(WIDTH, WIDTH, **kwargs)
+        self.linear = linear()
         self.function = function
+        for name, value in attributes.items():
+            setattr(self, name, value)
 
-    def forward(self, *x):
-        return self.function(self, *x)
+    def forward(self, *x, **parts):
+        return self.function(self, *x, **parts)
 
 
 def linear():
     return torch.nn.Linear(WIDTH, WIDTH)
 
 
+def placed(before, after, **attributes):
+    """The case of a model in which a module of this function, with new attributes, is among linear ones."""
+
+    def register(function):
+        def make():
+            made = {name: make_one() for name, make_one in attributes.items()}
+            return [*(linear() for _ in range(before)), Of(function, **made), *(linear() for _ in range(after))]
+
+        CASES[function.__name__] = make
+        return function
+
+    return register
+
+
+first, middle, last = partial(placed, 0, 1), partial(placed, 1, 1), partial(placed, 1, 0)
+
+
 def around(function):
     return [linear(), Of(function), linear()]
 
 
-@case
-def plain():
-    return [linear(), torch.nn.Tanh(), linear()]
+CASES["plain"] = lambda: [linear(), torch.nn.Tanh(), linear()]
 
 
 # -- state -------------------------------------------------------------------------------------------------------------
+
+
+class Running(torch.nn.Module):
+    def __init__(self, update, read=lambda mean: mean):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.linear, self.update, self.read = linear(), update, read
+
+    def forward(self, x):
+        self.update(self, x.detach().mean(0))
+        return self.linear(x - self.read(self.mean))
+
+
+def replace(self, mean):
+    self.mean = 0.9 * self.mean + 0.1 * mean
 
 
 CASES |= {
@@ -75,6 +108,8 @@ CASES |= {
         torch.nn.InstanceNorm1d(2, track_running_stats=True),
     ],
     "mean_by_data": lambda: [linear(), Running(lambda self, mean: self.mean.data.mul_(0.9).add_(0.1 * mean))],
+    "mean_in_place": lambda: [linear(), Running(lambda self, x: self.mean.mul_(0.9).add_(0.1 * x), torch.clone)],
+    "mean_replaced": lambda: [linear(), Running(replace)],
     "old_spectral_norm": lambda: [torch.nn.utils.spectral_norm(linear()), linear()],
     "spectral_norm": lambda: [parametrizations.spectral_norm(linear()), linear()],
     "weight_norm": lambda: [parametrizations.weight_norm(linear()), linear()],
@@ -88,134 +123,69 @@ def frozen_batch_norm():
     return [linear(), norm.eval().requires_grad_(False), linear()]
 
 
-class Running(torch.nn.Module):
-    def __init__(self, update):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(WIDTH))
-        self.linear, self.update = linear(), update
-
-    def forward(self, x):
-        self.update(self, x.detach().mean(0))
-        return self.linear(x - self.mean)
+@last()
+def counter_in_an_attribute(self, x):
+    self.calls = getattr(self, "calls", 0) + 1
+    return self.linear(x) / self.calls
 
 
-@case
-def mean_in_place():
-    def update(self, mean):
-        self.mean.mul_(0.9).add_(0.1 * mean)
-
-    def forward(self, x):
-        update(self, x.detach().mean(0))
-        return self.linear(x - self.mean.clone())
-
-    module = Running(update)
-    module.forward = forward.__get__(module)
-    return [linear(), module]
+@first(seen=list)
+def list_that_grows(self, x):
+    self.seen.append(0.5)
+    return self.linear(x) * sum(self.seen)
 
 
-@case
-def mean_replaced():
-    def update(self, mean):
-        self.mean = 0.9 * self.mean + 0.1 * mean
-
-    return [linear(), Running(update)]
+@first(counts=dict)
+def dict_that_counts(self, x):
+    self.counts["n"] = self.counts.get("n", 0) + 1
+    return self.linear(x) / self.counts["n"]
 
 
-def counting(attribute, step, read):
-    def forward(self, x):
-        step(getattr(self, attribute), self)
-        return self.linear(x) * read(getattr(self, attribute))
-
-    return forward
+@first(window=lambda: deque(maxlen=3))
+def window_of_the_last_values(self, x):
+    self.window.append(len(self.window) + 1.0)
+    return self.linear(x) * sum(self.window)
 
 
-@case
-def counter_in_an_attribute():
-    def forward(self, x):
-        self.calls = getattr(self, "calls", 0) + 1
-        return self.linear(x) / self.calls
-
-    return [linear(), Of(forward)]
+@first(array=lambda: np.ones(1))
+def numpy_array_in_an_attribute(self, x):
+    self.array += 0.25
+    return self.linear(x) * float(self.array[0])
 
 
-@case
-def list_that_grows():
-    module = Of(counting("seen", lambda seen, self: seen.append(0.5), sum))
-    module.seen = []
-    return [module, linear()]
+@last(centre=lambda: torch.zeros(()))
+def tensor_in_an_attribute(self, x):
+    self.centre = 0.5 * self.centre + 0.5 * x.detach().mean()
+    return self.linear(x - self.centre)
 
 
-@case
-def dict_that_counts():
-    def step(counts, self):
-        counts["n"] = counts.get("n", 0) + 1
-
-    module = Of(counting("counts", step, lambda counts: 1 / counts["n"]))
-    module.counts = {}
-    return [module, linear()]
+@last()
+def table_that_is_made_when_needed(self, x):
+    if not hasattr(self, "table"):
+        self.table = torch.arange(4.0)
+    self.table = self.table + 1
+    return self.linear(x * self.table)
 
 
-@case
-def window_of_the_last_values():
-    module = Of(counting("window", lambda window, self: window.append(len(window) + 1.0), sum))
-    module.window = deque(maxlen=3)
-    return [module, linear()]
+@last(mean=lambda: torch.nn.Buffer(torch.zeros(WIDTH), persistent=False))
+def buffer_that_is_not_persistent(self, x):
+    self.mean = 0.5 * self.mean + x.detach().mean(0)
+    return self.linear(x - self.mean)
 
 
-@case
-def numpy_array_in_an_attribute():
-    def step(array, self):
-        array += 0.25
-
-    module = Of(counting("array", step, lambda array: float(array[0])))
-    module.array = np.ones(1)
-    return [module, linear()]
+@last(generator=lambda: torch.Generator().manual_seed(5))
+def generator_of_its_own(self, x):
+    return self.linear(x) * torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
 
 
-@case
-def tensor_in_an_attribute():
-    def forward(self, x):
-        self.centre = 0.5 * self.centre + 0.5 * x.detach().mean()
-        return self.linear(x - self.centre)
-
-    module = Of(forward)
-    module.centre = torch.zeros(())
-    return [linear(), module]
+def times_random(self, x):
+    return self.linear(x) * self.generator.random()
 
 
-@case
-def table_that_is_made_when_needed():
-    def forward(self, x):
-        if not hasattr(self, "table"):
-            self.table = torch.arange(4.0)
-        self.table = self.table + 1
-        return self.linear(x * self.table)
-
-    return [linear(), Of(forward)]
-
-
-@case
-def generator_of_its_own():
-    def forward(self, x):
-        return self.linear(x) * torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
-
-    module = Of(forward)
-    module.generator = torch.Generator().manual_seed(5)
-    return [linear(), module]
-
-
-@case
-def generator_of_numpy():
-    module = Of(lambda self, x: self.linear(x) * self.generator.random())
-    module.generator = np.random.default_rng(5)
-    return [linear(), module]
-
-
-@case
-def generator_of_python():
-    module = Of(lambda self, x: self.linear(x) * self.generator.random())
-    module.generator = random.Random(5)
-    return [linear(), module]
+CASES |= {
+    "generator_of_numpy": lambda: [linear(), Of(times_random, generator=np.random.default_rng(5))],
+    "generator_of_python": lambda: [linear(), Of(times_random, generator=random.Random(5))],
+}
 
 
 # -- hooks -------------------------------------------------------------------------------------------------------------
@@ -231,36 +201,29 @@ def hooked(register):
     return around(forward)
 
 
+def half_of_each(gradients, _):
+    return tuple(None if gradient is None else 0.5 * gradient for gradient in gradients)
+
+
 CASES |= {
     "hook_of_a_tensor": lambda: hooked(lambda y: y.register_hook(lambda gradient: 0.1 * gradient)),
     "prehook_of_a_node": lambda: hooked(lambda y: y.grad_fn.register_prehook(lambda gradients: (0.1 * gradients[0],))),
+    "hook_of_a_node": lambda: hooked(lambda y: y.grad_fn.register_hook(half_of_each)),
+    "retained_gradient": lambda: hooked(lambda y: y.retain_grad()),
 }
 
 
-@case
-def hook_of_a_node():
-    def half(inputs, _outputs):
-        return tuple(None if each is None else 0.5 * each for each in inputs)
-
-    return hooked(lambda y: y.grad_fn.register_hook(half))
-
-
-@case
-def hook_of_an_input():
-    def forward(self, x):
-        if x.requires_grad:
-            x.register_hook(lambda gradient: 3 * gradient)
-        return self.linear(x)
-
-    return around(forward)
+@middle()
+def hook_of_an_input(self, x):
+    if x.requires_grad:
+        x.register_hook(lambda gradient: 3 * gradient)
+    return self.linear(x)
 
 
 @case
 def full_backward_hook():
     module = linear()
-    module.register_full_backward_hook(
-        lambda module, inputs, outputs: (0.5 * inputs[0],) if inputs[0] is not None else None
-    )
+    module.register_full_backward_hook(lambda module, inputs, outputs: half_of_each(inputs, outputs))
     return [linear(), torch.nn.Sequential(linear(), module), linear()]
 
 
@@ -280,6 +243,14 @@ def forward_hooks():
 
 
 @case
+def hooks_of_an_entry():
+    first, last = linear(), linear()
+    first.register_forward_hook(lambda module, inputs, output: 2 * output)
+    last.register_full_backward_hook(lambda module, inputs, outputs: (0.5 * inputs[0],))
+    return [first, last]
+
+
+@case
 def hook_of_a_parameter():
     module = linear()
     module.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
@@ -288,24 +259,12 @@ def hook_of_a_parameter():
 
 @case
 def hook_after_the_sum():
-    module = linear()
-
     def half(weight):
         weight.grad.mul_(0.5)
 
+    module = linear()
     module.weight.register_post_accumulate_grad_hook(half)
     return [linear(), module]
-
-
-@case
-def retained_gradient():
-    def forward(self, x):
-        y = self.linear(x)
-        if y.requires_grad:
-            y.retain_grad()
-        return torch.tanh(y)
-
-    return around(forward)
 
 
 # -- functions, checkpoints, writes in place ---------------------------------------------------------------------------
@@ -342,45 +301,38 @@ CASES |= {
     "detached_branch": lambda: [linear(), Of(lambda self, x: self.linear(x) + self.linear(x).detach())],
     "output_that_is_the_input": lambda: [linear(), torch.nn.Identity(), linear()],
     "output_that_is_a_view": lambda: [linear(), torch.nn.Unflatten(1, (2, 2)), torch.nn.Flatten(), linear()],
+    "parameter_that_is_not_used": lambda: [Of(call_linear, other=torch.nn.Parameter(torch.ones(3))), linear()],
 }
 
 
-@case
-def add_to_the_input():
-    def forward(self, x):
-        x += 1
-        return self.linear(x)
-
-    return around(forward)
+def call_linear(self, x):
+    return self.linear(x)
 
 
-@case
-def clamp_of_the_data():
-    def forward(self, x):
-        x.data.clamp_(-0.5, 0.5)
-        return self.linear(x)
-
-    return [Of(forward), linear()]
+@middle()
+def add_to_the_input(self, x):
+    x += 1
+    return self.linear(x)
 
 
-@case
-def part_without_gradients():
-    def forward(self, x):
-        with torch.no_grad():
-            target = self.linear(x)
-        return self.linear(x) - 0.5 * target
-
-    return [linear(), Of(forward)]
+@first()
+def clamp_of_the_data(self, x):
+    x.data.clamp_(-0.5, 0.5)
+    return self.linear(x)
 
 
-@case
-def parameter_that_is_not_used():
-    class Part(torch.nn.Linear):
-        def __init__(self):
-            super().__init__(WIDTH, WIDTH)
-            self.other = torch.nn.Parameter(torch.ones(3))
+@last()
+def part_without_gradients(self, x):
+    with torch.no_grad():
+        target = self.linear(x)
+    return self.linear(x) - 0.5 * target
 
-    return [Part(), linear()]
+
+@middle()
+def autocast_within(self, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        y = functional.linear(x.float(), self.linear.weight.float())
+    return y.double() + self.linear.bias
 
 
 # -- dtypes and trees between parts ------------------------------------------------------------------------------------
@@ -390,13 +342,14 @@ def between(first, second):
     return [linear(), Of(first), Of(second)]
 
 
+def product(self, x, other):
+    return self.linear(x) * other
+
+
+Both = namedtuple("Both", "left right")
 CASES |= {
-    "booleans_between": lambda: between(
-        lambda self, x: (self.linear(x), x > 0), lambda self, x, mask: self.linear(x) * mask
-    ),
-    "integers_between": lambda: between(
-        lambda self, x: (self.linear(x), (4 * x).long()), lambda self, x, n: self.linear(x) * n
-    ),
+    "booleans_between": lambda: between(lambda self, x: (self.linear(x), x > 0), product),
+    "integers_between": lambda: between(lambda self, x: (self.linear(x), (4 * x).long()), product),
     "singles_between": lambda: between(lambda self, x: self.linear(x).float(), lambda self, x: self.linear(x.double())),
     "halves_between": lambda: between(lambda self, x: self.linear(x).half(), lambda self, x: self.linear(x.double())),
     "bfloat16_between": lambda: between(
@@ -405,82 +358,116 @@ CASES |= {
     "complex_between": lambda: between(
         lambda self, x: torch.complex(self.linear(x), x), lambda self, x: self.linear(x.real * x.imag)
     ),
+    "dict_between": lambda: between(
+        lambda self, x: {"b": x, "a": self.linear(x)}, lambda self, a, b: self.linear(a) * b
+    ),
+    "named_tuple_between": lambda: between(
+        lambda self, x: Both(self.linear(x), x), lambda self, left, right: self.linear(left - right)
+    ),
+    "list_between": lambda: between(lambda self, x: [self.linear(x), x], product),
+    "result_that_is_not_used": lambda: between(
+        lambda self, x: (self.linear(x), x * 2), lambda self, x, other: self.linear(x)
+    ),
+    "nothing_between": lambda: between(
+        lambda self, x: (self.linear(x), x[:, :0] * 2), lambda self, x, empty: self.linear(x) + empty.sum()
+    ),
+}
+
+
+# -- parameters of other kinds -----------------------------------------------------------------------------------------
+
+
+def bare(function, **attributes):
+    """A module that has these attributes and no linear map."""
+    return Of(function, linear=None, **attributes)
+
+
+def turning(size):
+    return torch.nn.Parameter(torch.randn(size, dtype=torch.complex128))
+
+
+def multiplied(self, x):
+    for part in self.parts:
+        x = x * part
+    return x
+
+
+CASES |= {
+    "complex_parameters_alone": lambda: [
+        linear(),
+        bare(lambda self, x: (x * self.weight).abs(), weight=turning(WIDTH)),
+        linear(),
+    ],
+    "parameter_list": lambda: [
+        linear(),
+        bare(multiplied, parts=torch.nn.ParameterList([torch.randn(WIDTH) for _ in range(3)])),
+    ],
+    "parameters_by_name": lambda: [
+        linear(),
+        bare(
+            lambda self, x: x * self.parts["a"] + self.parts["b"],
+            parts=torch.nn.ParameterDict({"a": torch.randn(WIDTH), "b": torch.randn(WIDTH)}),
+        ),
+    ],
 }
 
 
 @case
-def dict_between():
-    def take(self, *x, **parts):
-        return self.linear(parts["a"] + parts["b"])
-
-    class Named(Of):
-        def forward(self, a, b):
-            return self.linear(a) * b
-
-    return [linear(), Of(lambda self, x: {"b": x, "a": self.linear(x)}), Named(None)]
-
-
-@case
 def complex_parameters_beside_real_ones():
-    class Spectral(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.randn(3, dtype=torch.complex128))
-            self.bias = torch.nn.Parameter(torch.zeros(WIDTH))
+    def spectral():
+        return bare(filtered, weight=turning(3), bias=torch.nn.Parameter(torch.zeros(WIDTH)))
 
-        def forward(self, x):
-            return torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=WIDTH) + self.bias
+    def filtered(self, x):
+        return torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=WIDTH) + self.bias
 
-    return [Spectral(), torch.nn.GELU(), Spectral()]
+    return [spectral(), torch.nn.GELU(), spectral()]
 
 
-@case
-def complex_parameters_alone():
-    class Turned(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.randn(WIDTH, dtype=torch.complex128))
-
-        def forward(self, x):
-            return (x * self.weight).abs()
-
-    return [linear(), Turned(), linear()]
+@first(ik=lambda: torch.nn.Buffer(1j * torch.arange(3.0, dtype=torch.float64)))
+def complex_buffer(self, x):
+    return torch.fft.irfft(torch.fft.rfft(self.linear(x)) * self.ik, n=WIDTH)
 
 
-@case
-def complex_buffer():
-    class Derivative(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("ik", 1j * torch.arange(3.0, dtype=torch.float64))
-            self.linear = linear()
+@last(table=lambda: torch.nn.Parameter(torch.arange(3, 6), requires_grad=False))
+def integers_that_are_parameters(self, x):
+    return self.linear(x) * self.table[0]
 
-        def forward(self, x):
-            return torch.fft.irfft(torch.fft.rfft(self.linear(x)) * self.ik, n=WIDTH)
 
-    return [Derivative(), linear()]
+# -- parameters and inputs in several places of a graph ----------------------------------------------------------------
+
+
+CASES |= {
+    "branch_with_work_of_its_own": lambda: around(lambda self, x: torch.tanh(x) * torch.exp(self.linear.bias).sum()),
+    "parameter_alone": lambda: around(lambda self, x: x.sum() * 0 + self.linear.weight[:1] * x.new_ones(len(x), 1)),
+    "two_ways_to_the_input": lambda: around(lambda self, x: torch.tanh(self.linear(x)) + x * x),
+    "result_in_place": lambda: around(lambda self, x: self.linear(x).mul_(2).add_(self.linear.bias)),
+}
 
 
 # -- ties and sharing --------------------------------------------------------------------------------------------------
 
 
-@case
-def shared_within():
-    return around(lambda self, x: self.linear(torch.tanh(self.linear(x))))
+@middle()
+def shared_within(self, x):
+    return self.linear(torch.tanh(self.linear(x)))
+
+
+def tied(*others):
+    """Linear maps with the weight of the first one."""
+    for module in others[1:]:
+        module.weight = others[0].weight
+    return others
 
 
 @case
 def tied_weights():
-    first, last = linear(), linear()
-    last.weight = first.weight
+    first, last = tied(linear(), linear())
     return [first, torch.nn.Tanh(), last]
 
 
 @case
 def three_places():
-    first, middle, last = linear(), linear(), linear()
-    middle.weight = last.weight = first.weight
-    return [first, middle, last]
+    return [*tied(linear(), linear(), linear())]
 
 
 @case
@@ -491,10 +478,9 @@ def shared_part():
 
 @case
 def tied_and_frozen():
-    first, last = linear(), linear()
-    last.weight = first.weight
+    first, tanh, last = tied_weights()
     first.weight.requires_grad_(False)
-    return [first, torch.nn.Tanh(), last]
+    return [first, tanh, last]
 
 
 # -- modes, freezing, well-known modules -------------------------------------------------------------------------------
@@ -524,37 +510,26 @@ def frozen_bias():
     return [linear(), module, linear()]
 
 
-@case
-def recurrence():
-    class Last(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lstm = torch.nn.LSTM(2, WIDTH, batch_first=True)
-
-        def forward(self, x):
-            return self.lstm(x.unflatten(1, (2, 2)))[0][:, -1]
-
-    return [linear(), Last()]
+def attended(self, x):
+    x = x.unflatten(1, (2, 2))
+    return self.attend(x, x, x)[0].flatten(1)
 
 
-@case
-def attention():
-    class Attends(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attend = torch.nn.MultiheadAttention(2, 1, batch_first=True)
-
-        def forward(self, x):
-            x = x.unflatten(1, (2, 2))
-            return self.attend(x, x, x)[0].flatten(1)
-
-    return [linear(), Attends()]
-
-
-@case
-def encoder_layer():
-    layer = torch.nn.TransformerEncoderLayer(2, 1, 4, dropout=0.0, batch_first=True)
-    return [linear(), torch.nn.Unflatten(1, (2, 2)), layer, torch.nn.Flatten()]
+CASES |= {
+    "recurrence": lambda: [
+        linear(),
+        bare(
+            lambda self, x: self.lstm(x.unflatten(1, (2, 2)))[0][:, -1], lstm=torch.nn.LSTM(2, WIDTH, batch_first=True)
+        ),
+    ],
+    "attention": lambda: [linear(), bare(attended, attend=torch.nn.MultiheadAttention(2, 1, batch_first=True))],
+    "encoder_layer": lambda: [
+        linear(),
+        torch.nn.Unflatten(1, (2, 2)),
+        torch.nn.TransformerEncoderLayer(2, 1, 4, dropout=0.0, batch_first=True),
+        torch.nn.Flatten(),
+    ],
+}
 
 
 @case
@@ -563,96 +538,6 @@ def convolution_with_batch_norm():
         torch.nn.Conv1d(1, 2, 3, padding=1), torch.nn.BatchNorm1d(2), torch.nn.ReLU(inplace=True)
     )
     return [linear(), torch.nn.Unflatten(1, (1, WIDTH)), block, torch.nn.Conv1d(2, 1, 1), torch.nn.Flatten()]
-
-
-@case
-def parameter_list():
-    class Several(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.parts = torch.nn.ParameterList([torch.randn(WIDTH) for _ in range(3)])
-
-        def forward(self, x):
-            for part in self.parts:
-                x = x * part
-            return x
-
-    return [linear(), Several()]
-
-
-@case
-def autocast_within():
-    def forward(self, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            y = functional.linear(x.float(), self.linear.weight.float())
-        return y.double() + self.linear.bias
-
-    return around(forward)
-
-
-@case
-def named_tuple_between():
-    Both = namedtuple("Both", "left right")
-
-    def second(self, left, right):
-        return self.linear(left - right)
-
-    return between(lambda self, x: Both(self.linear(x), x), second)
-
-
-CASES |= {
-    "list_between": lambda: between(lambda self, x: [self.linear(x), x], lambda self, y, x: self.linear(y) * x),
-    "result_that_is_not_used": lambda: between(
-        lambda self, x: (self.linear(x), x * 2), lambda self, x, other: self.linear(x)
-    ),
-}
-
-
-@case
-def nothing_between():
-    def second(self, x, empty):
-        return self.linear(x) + empty.sum()
-
-    return between(lambda self, x: (self.linear(x), x[:, :0] * 2), second)
-
-
-@case
-def buffer_that_is_not_persistent():
-    def forward(self, x):
-        self.mean = 0.5 * self.mean + x.detach().mean(0)
-        return self.linear(x - self.mean)
-
-    module = Of(forward)
-    module.register_buffer("mean", torch.zeros(WIDTH), persistent=False)
-    return [linear(), module]
-
-
-@case
-def integers_that_are_parameters():
-    module = Of(lambda self, x: self.linear(x) * self.table[0])
-    module.table = torch.nn.Parameter(torch.arange(3, 6), requires_grad=False)
-    return [linear(), module]
-
-
-@case
-def hooks_of_an_entry():
-    first, last = linear(), linear()
-    first.register_forward_hook(lambda module, inputs, output: 2 * output)
-    last.register_full_backward_hook(lambda module, inputs, outputs: (0.5 * inputs[0],))
-    return [first, last]
-
-
-@case
-def parameters_by_name():
-    class Several(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.parts = torch.nn.ParameterDict({"a": torch.randn(WIDTH), "b": torch.randn(WIDTH)})
-
-        def forward(self, x):
-            return x * self.parts["a"] + self.parts["b"]
-
-    return [linear(), Several()]
 
 
 # -- the judge ---------------------------------------------------------------------------------------------------------
@@ -720,6 +605,20 @@ def real(tensor):
     return np.stack([array.real, array.imag], -1) if array.dtype.kind == "c" else array
 
 
+def trained(comm, stages, schedule, loss, **options):
+    """(results of all steps, gradients of the last one) of plain descent."""
+    results, gradients, last = [], {}, comm.rank == comm.size - 1
+    with Pipeline(stages, schedule, comm, loss=loss, **options) as pipeline:
+        for x, target in zip(*data()):
+            before = x.copy()
+            results.append(pipeline.step(None if comm.rank else x, target if last else None))
+            np.testing.assert_array_equal(x, before)
+            gradients = {key: array.copy() for stage in stages for key, array in stage.gradients.items()}
+            for stage in stages:
+                stage.parameters.flat[...] -= 0.1 * stage.gradients.flat
+    return results, gradients
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("make", [schedules.one_f_one_b, schedules.zero_bubble_h1])
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -731,23 +630,13 @@ def test_a_module_is_trained_as_in_one_process(name, ranks, make, recompute):
 
     def job(comm):
         stages = cut(models[comm.rank], schedule, comm.rank, dtype="float64")
-        found, kept = [], {}
-        loss = adapters.torch_loss(mean)
-        with Pipeline(stages, schedule, comm, loss=loss, recompute=recompute) as pipeline:
-            for x, target in zip(*data()):
-                before = x.copy()
-                result = pipeline.step(x if stages.is_first else None, target if stages.is_last else None)
-                found.append(result.loss)
-                np.testing.assert_array_equal(x, before)
-                kept = {key: array.copy() for stage in stages for key, array in stage.gradients.items()}
-                for stage in stages:
-                    stage.parameters.flat[...] -= 0.1 * stage.gradients.flat
+        results, kept = trained(comm, stages, schedule, adapters.torch_loss(mean), recompute=recompute)
         state = {}
         for stage in stages:
             for layer in stage.layers:
                 for key, each in layer.entry.named_buffers():
                     state[f"{layer.name}.{key}"] = each
-        return found, kept, state
+        return [result.loss for result in results], kept, state
 
     each_rank = inprocess.run(ranks, job)
     for found, _, _ in each_rank:
@@ -792,13 +681,8 @@ def trained_with_loss(way, pair=None, seed=0, make=schedules.one_f_one_b):
             stages = [adapters.torch_stage(models[comm.rank][comm.rank], loss=loss if last else None, seed=seed)]
         else:
             stages = cut([*models[comm.rank], loss], schedule, comm.rank, dtype="float64", seed=seed)
-        found = []
-        with Pipeline(stages, schedule, comm, loss=loss) as pipeline:
-            for x, target in zip(*data()):
-                found.append(pipeline.step(None if comm.rank else x, target if last else None).losses)
-                for stage in stages:
-                    stage.parameters.flat[...] -= 0.1 * stage.gradients.flat
-        return found, float(loss.module.log_scale)
+        results, _ = trained(comm, stages, schedule, loss)
+        return [result.losses for result in results], float(loss.module.log_scale)
 
     return inprocess.run(1, job)[0] if pair is None else pair.bcast(job(pair), 1)
 
@@ -849,17 +733,10 @@ def test_modules_are_tied_by_name_where_no_identity_is_seen(way):
             entries = [adapters.with_skips(lambda: first, ties={"weight": "shared"}), tanh,
                        adapters.with_skips(lambda: last, ties={"weight": "shared"})]  # fmt: skip
             stages = cut(entries, schedule, comm.rank, dtype="float64")
-        found = []
-        with Pipeline(stages, schedule, comm, loss=adapters.torch_loss(mean)) as pipeline:
-            for x, target in zip(*data()):
-                found.append(pipeline.step(None if comm.rank else x, target if comm.rank else None).loss)
-                kept = {key: array.copy() for stage in stages for key, array in stage.gradients.items()}
-                for stage in stages:
-                    stage.parameters.flat[...] -= 0.1 * stage.gradients.flat
-        return found, kept
+        return trained(comm, stages, schedule, adapters.torch_loss(mean))
 
-    for found, kept in inprocess.run(2, job):
-        np.testing.assert_allclose(found, losses, rtol=1e-12)
+    for results, kept in inprocess.run(2, job):
+        np.testing.assert_allclose([result.loss for result in results], losses, rtol=1e-12)
         weight = next(array for name, array in kept.items() if name.endswith("weight"))
         np.testing.assert_allclose(weight, gradients["0.weight"], rtol=1e-11, atol=1e-12)
 

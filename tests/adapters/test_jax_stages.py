@@ -113,23 +113,6 @@ def test_the_halves_of_the_backward_are_the_whole(name):
         assert functions.both._cache_size() <= size + 1  # compiled once, and not for each micro-batch
 
 
-def test_keys_depend_on_the_place_and_come_again_when_a_forward_is_made_anew():
-    def function(_parameters, x, key, training):
-        return x * jax.random.bernoulli(key, 0.5, x.shape) if training else x
-
-    def mask(**place):
-        return stage.forward(np.ones((4, 64)), Position(**place))[0]
-
-    stage = adapters.jax_stage(function, {})
-    first = mask()
-    np.testing.assert_array_equal(mask(), first)
-    others = [mask(step=1), mask(microbatch=1), mask(replica=1)]
-    stage.index = 1
-    for other in [*others, mask()]:
-        assert not np.array_equal(other, first)
-    np.testing.assert_array_equal(mask(training=False), 1)
-
-
 def test_64_bits_are_refused_where_jax_would_make_32_of_them_and_parameters_of_several_dtypes():
     for parameters in ({"a": np.ones(2), "b": np.ones(2, np.float32)}, {"a": np.ones(2, int)}):
         with pytest.raises(ArgumentError, match="one dtype"):

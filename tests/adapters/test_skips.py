@@ -1,4 +1,4 @@
-"""Skips of modules and functions: what a stage gives and takes by names, as trees of any structure."""
+"""Skips of modules and functions, as trees of any structure, and random numbers of both libraries."""
 
 import numpy as np
 import pytest
@@ -7,6 +7,7 @@ torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
 
 from mpipipe import Branches, adapters  # noqa: E402
 from mpipipe.errors import ArgumentError  # noqa: E402
+from mpipipe.nn import Position  # noqa: E402
 
 jax.config.update("jax_enable_x64", True)
 pytestmark = pytest.mark.judges
@@ -80,3 +81,29 @@ def test_wrong_skips_are_refused(make):
     for skips, takes in (({}, ("far",)), ({"far": np.ones(2)}, ()), ({"far": np.ones(2)}, ("wide",))):
         with pytest.raises(ArgumentError, match=r"other names than it is handed|names that no layer takes"):
             make(lambda x, *_: x, takes=takes).forward(Branches(np.ones(2), **skips) if skips else np.ones(2))
+
+
+def dropped(_parameters, x, key, training):
+    return x * jax.random.bernoulli(key, 0.5, x.shape) if training else x
+
+
+DRAWING = {
+    "torch": lambda **options: adapters.torch_stage(torch.nn.Dropout(0.5), **options),
+    "jax": lambda **options: adapters.jax_stage(dropped, {}, **options),
+}
+
+
+@pytest.mark.parametrize("make", DRAWING.values(), ids=DRAWING)
+def test_what_is_drawn_depends_on_the_place_and_comes_again_when_a_forward_is_made_anew(make):
+    def mask(stage, **place):
+        return stage.forward(np.ones((4, 64)), Position(**place))[0]
+
+    stage = make()
+    stage.index = 0
+    first = mask(stage)
+    np.testing.assert_array_equal(mask(stage), first)
+    others = [mask(stage, step=1), mask(stage, microbatch=1), mask(stage, replica=1)]
+    stage.index = 1
+    for number, other in enumerate([*others, mask(stage), mask(make(seed=1))]):
+        assert not np.array_equal(other, first), number
+    np.testing.assert_array_equal(mask(stage, training=False), 1)

@@ -10,7 +10,6 @@ from support import dense, torch_models  # noqa: E402
 
 from mpipipe import Mesh, Pipeline, adapters, checkpoint, optim, schedules  # noqa: E402
 from mpipipe.job import inprocess  # noqa: E402
-from mpipipe.nn import Position  # noqa: E402
 
 pytestmark = pytest.mark.judges
 ENOUGH = 1e-10  # of gradients about 1 in float64, by sums of some thousand terms, with room for the exponential
@@ -30,27 +29,6 @@ def step_of(comm, schedule, stages, data, calls=1, **options):
         for _ in range(calls):
             result = pipeline.step(*dense.placed(schedule, comm.rank, *data))
     return result
-
-
-def train_both(plain, theirs, stage, microbatches, step):
-    """Train a copy of the module by PyTorch; return (loss of the pipeline of one rank, PyTorch's) of each step."""
-    data = torch_models.batch()
-    words, following = map(torch.from_numpy, data)
-
-    def job(comm):
-        schedule, loss_of = schedules.gpipe(1, microbatches), adapters.torch_loss(torch_models.cross_entropy)
-        with Pipeline([stage], schedule, comm, loss=loss_of) as pipeline:
-            losses = []
-            for _ in range(5):
-                theirs.zero_grad()
-                loss = torch_models.cross_entropy(plain(words), following)
-                loss.backward()
-                theirs.step()
-                losses.append((pipeline.step(*data).loss, loss.item()))
-                step()
-            return losses
-
-    return inprocess.run(1, job)[0]
 
 
 def test_an_optimizer_of_pytorch_clips_over_all_ranks(comm):
@@ -87,8 +65,21 @@ def test_our_adamw_on_a_module_is_that_of_pytorch():
     rest = [p for p in plain.parameters() if p.ndim < 2]
     theirs = torch.optim.AdamW([{"params": decaying, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
                                lr=1e-2, betas=(0.9, 0.95))  # fmt: skip
-    losses = train_both(plain, theirs, stage, 2, optim.AdamW([stage], lr=1e-2).step)
-    close(*zip(*losses), "losses")
+    ours, data = optim.AdamW([stage], lr=1e-2), torch_models.batch()
+
+    def job(comm):
+        loss_of = adapters.torch_loss(torch_models.cross_entropy)
+        with Pipeline([stage], schedules.gpipe(1, 2), comm, loss=loss_of) as pipeline:
+            for _ in range(5):
+                theirs.zero_grad()
+                words, following = map(torch.from_numpy, data)
+                loss = torch_models.cross_entropy(plain(words), following)
+                loss.backward()
+                theirs.step()
+                close(pipeline.step(*data).loss, loss.item(), "loss")
+                ours.step()
+
+    inprocess.run(1, job)
     for (name, expected), found in zip(plain.named_parameters(), module.parameters()):
         close(found.detach(), expected.detach(), name)
 
@@ -130,22 +121,6 @@ def test_dropout_is_the_same_for_every_schedule_and_off_in_an_evaluation(comm, r
     with Pipeline([stage], schedule, comm, loss=adapters.torch_loss(torch_models.cross_entropy)) as pipeline:
         close(pipeline.evaluate(*dense.placed(schedule, comm.rank, *data)), loss, "without dropout")
         pipeline.step(*dense.placed(schedule, comm.rank, *data))
-
-
-def test_masks_differ_by_micro_batch_step_and_stage():
-    def mask(stage, **place):
-        return stage.forward(np.ones((4, 64)), Position(**place))[0]
-
-    stage = adapters.torch_stage(torch.nn.Dropout(0.5))
-    stage.index = 0
-    first = mask(stage)
-    np.testing.assert_array_equal(mask(stage), first)
-    others = [mask(stage, step=1), mask(stage, microbatch=1), mask(stage, replica=1)]
-    stage.index = 1
-    others += [mask(stage), mask(adapters.torch_stage(torch.nn.Dropout(0.5), seed=1))]
-    for number, other in enumerate(others):
-        assert not np.array_equal(other, first), number
-    np.testing.assert_array_equal(mask(stage, training=False), 1)
 
 
 def test_a_checkpoint_has_parameters_and_buffers_whatever_the_cut(pair, mpi_tmp_path):

@@ -30,25 +30,6 @@ def device(shape, dtype="float32"):
     return arrays.zeros(shape, arrays.dtype(dtype), "cuda")
 
 
-def test_a_call_is_packed_once_for_all_addresses(gpu, recorder):
-    kernel = Packed(recorder.pack)
-    for _ in range(3):
-        x, y = device((4, 8)), device((4, 8))
-        kernel((x,), (y,), ("option",), ("varying",))
-        assert recorder.launches[-1] == ((3,), (32,), (x, y, "numbers", "varying"))
-    assert len(recorder.packings) == 1 and recorder.packings[0][2] == "option"
-
-
-def test_each_fact_that_differs_packs_anew(gpu, recorder):
-    kernel, room = Packed(recorder.pack), device((64,))
-    for x in (room, room[:32], room[::2], room[1:33], room[4:36], room.reshape(8, 8), room.view(np.int32)):
-        kernel((x,))
-    assert len(recorder.packings) == 6  # room[4:36] starts on a word of 16 bytes, as room[:32] does
-    kernel((room,), (), ("option",))
-    kernel((room,), (room[1:],))  # an array that is called fresh is no fact
-    assert len(recorder.packings) == 7
-
-
 def test_each_gpu_has_its_own_calls(recorder):
     with an_emulated_gpu(devices=2):
         kernel = Packed(recorder.pack)

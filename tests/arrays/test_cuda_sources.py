@@ -11,7 +11,6 @@ import os
 import re
 import sysconfig
 from functools import lru_cache, partial
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -27,10 +26,15 @@ SOURCES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.cu"
 DTYPES = [np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), arrays.dtype("bfloat16")]
 pytestmark = pytest.mark.nvrtc
 OPTIONS = [b"--std=c++17", b"-ftz=true", b"--device-as-default-execution-space"]  # CuPy's
-# sm_90 is the code of an H100. What other GPUs and float16 change is in the language, and PTX shows it: the assembler
-# takes half of the time, and meets the same sizes in the code of bfloat16.
-OTHERS = ["compute_80", "compute_100"]  # PTX of A100 and B200
-FLOAT32, INT32, INT64 = (np.dtype(kind) for kind in (np.float32, np.int32, np.int64))
+# sm_90 is the code of an H100, compute_80 and compute_100 are PTX of A100 and B200. PTX shows what GPUs change in the
+# language. The assembler, which takes half of the time, is for what needs most registers and shared memory.
+ARCHITECTURES = {  # of the last variant of a source, and of those before
+    "float32": ("compute_100", "compute_80"),
+    "float64": ("sm_90", "compute_80"),
+    "float16": ("compute_80", "compute_100"),
+    "bfloat16": ("sm_90", "compute_100"),
+}
+INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 
 def wide(*kinds) -> int:
@@ -42,37 +46,34 @@ def words(kind):
     return [{"V": 1}, {"V": wide(kind)}]
 
 
-def with_words(**choices):
-    """Each combination of these constants, with and without words."""
-    return lambda kind: [{**dict(zip(choices, picked)), "V": v}
-                         for picked in product(*choices.values()) for v in (1, wide(kind))]  # fmt: skip
+def indexed(kind):
+    return [{"I": INT32, "V": 1}, {"I": INT64, "V": wide(kind)}]
 
 
 def of_both(kind):
     return {kind, arrays.accumulator(kind)}
 
 
-# source: from T to all that it is compiled for besides T; none where it is not for T
+# source: from T to what it is compiled for besides T, so that each choice occurs; none where it is not for T
 CONSTANTS = {
     "attention/kernels/forward.cu": lambda kind: [{"O": out, "N": 8} for out in of_both(kind)],
     "attention/kernels/merge.cu": lambda kind: [
-        {"O": out, "A": arrays.accumulator(kind), "V": v} for out in of_both(kind) for v in (1, 4)
+        {"O": out, "A": arrays.accumulator(kind), "V": v} for out, v in zip([kind, arrays.accumulator(kind)], (1, 4))
     ],
     "arrays/strided.cu": lambda kind: [
-        {"S": kind, "U": out, "I": index, "V": v}
-        for out in of_both(kind)
-        for index in (INT32, INT64)
-        for v in (1, wide(kind, out))
+        {"S": kind, "U": kind, "I": INT32, "V": 1},
+        {"S": kind, "U": arrays.accumulator(kind), "I": INT64, "V": wide(kind, arrays.accumulator(kind))},
     ],
     "nn/kernels/cuda/clipping.cu": lambda kind: [] if arrays.is_half(kind) else words(kind),
-    "nn/kernels/cuda/cross_entropy.cu": with_words(I=(INT32, INT64)),
+    "nn/kernels/cuda/cross_entropy.cu": indexed,
     "nn/kernels/cuda/dropout.cu": words,
     "nn/kernels/cuda/elementwise.cu": words,
-    "nn/kernels/cuda/embed.cu": with_words(I=(INT32, INT64)),
+    "nn/kernels/cuda/embed.cu": indexed,
     "nn/kernels/cuda/linear.cu": words,
+    # rows kept in registers, and longer ones
     "nn/kernels/cuda/norm.cu": lambda kind: [
-        {"G": threads, "K": kept, "V": v}
-        for threads, kept, v in ((32, 1, 1), (64, 4, wide(kind)), (512, 0, wide(kind)))
+        {"G": 32, "K": 1, "V": 1},
+        {"G": 64, "K": 4, "V": wide(kind)} if arrays.is_half(kind) else {"G": 512, "K": 0, "V": wide(kind)},
     ],
     "nn/kernels/cuda/optimizer.cu": lambda kind: [
         {"H": copy, "V": v} for copy in DTYPES if arrays.accumulator(copy) == kind for v in (1, wide(kind))
@@ -167,24 +168,11 @@ def whole_source(source: str, constants: dict) -> str:
 @pytest.mark.long
 @pytest.mark.parametrize("kind", DTYPES, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("source", SOURCES)
-def test_compiles_for_a_gpu(source, kind):
-    architecture = "compute_90" if kind == np.float16 else "sm_90"
-    for constants in variants(source, kind):
-        said = compile_for_gpu(whole_source(source, constants), architecture)
+def test_compiles_for_gpus(source, kind):
+    every, (last, before) = variants(source, kind), ARCHITECTURES[kind.name]
+    for constants in every:
+        said = compile_for_gpu(whole_source(source, constants), last if constants is every[-1] else before)
         assert said == "", (constants, "in the table of this test")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("architecture", OTHERS)
-def test_compiles_for_gpus_before_and_after(source, architecture):
-    # what differs between them is in half precision
-    kinds = [kind for kind in (arrays.dtype("bfloat16"), FLOAT32) if variants(source, kind)]
-    constants = variants(source, kinds[0])[-1]  # of 16 bytes a word
-    assert compile_for_gpu(whole_source(source, constants), architecture) == "", (
-        constants,
-        "in the table of this test",
-    )
 
 
 AMD_OPTIONS = [b"--std=c++17", b"-fcuda-flush-denormals-to-zero", b"--offload-arch=gfx90a"]  # CuPy's, for an MI250X
@@ -225,8 +213,7 @@ def compile_for_amd(code: str) -> str:
 @pytest.mark.parametrize("kind", DTYPES, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("source", SOURCES)
 def test_compiles_for_an_amd_gpu(source, kind):
-    every = variants(source, kind)
-    for constants in every[:1] + every[1:][-1:]:  # of one element a word, and of 16 bytes
+    for constants in variants(source, kind):
         assert compile_for_amd(whole_source(source, constants)) == "", (constants, "in the table of this test")
 
 

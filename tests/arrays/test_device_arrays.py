@@ -6,41 +6,23 @@ import pytest
 from mpipipe import arrays
 from mpipipe.arrays import transfer
 from mpipipe.errors import BackendError
+from mpipipe.nn import kernels
 
 HOST = np.arange(12, dtype=np.float32).reshape(3, 4)
 
 
-CONVERT = """
-extern "C" __global__ void widen_all(const T* x, float* y, int n) {
-    const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) y[i] = widen(x[i]);
-}
-extern "C" __global__ void from_float(const float* x, T* y, int n) {
-    const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) y[i] = narrow<T>(x[i]);
-}
-extern "C" __global__ void from_double(const double* x, T* y, int n) {
-    const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) y[i] = (T)x[i];
-}
-"""
-
-
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
-def test_halves_round_as_numpy_does(gpu, tmp_path, name):
+def test_halves_round_as_numpy_does(gpu, name):
     kind = arrays.dtype(name)
-    path = tmp_path / "convert.cu"
-    path.write_text(CONVERT)
 
-    def run(function, x, kind_of_y):
+    def rounded(x, kind_of_y):
         y = arrays.empty(x.shape, kind_of_y, "cuda")
-        arguments = (arrays.upload(x), y, np.int32(x.size))
-        arrays.cuda_function(path, function, T=kind)((-(-x.size // 256),), (256,), arguments)
+        kernels.of("cuda").copy(arrays.upload(x), y)
         return arrays.download(y)
 
     every = np.arange(65536, dtype=np.uint16).view(kind)
     wide = every.astype(np.float32)
-    np.testing.assert_array_equal(run("widen_all", every, np.dtype(np.float32)), wide)
+    np.testing.assert_array_equal(rounded(every, np.dtype(np.float32)), wide)
     with np.errstate(all="ignore"):
         middles = (wide.astype(np.float64)[1:] + wide.astype(np.float64)[:-1]) / 2
         middles = middles[np.isfinite(middles)]
@@ -48,11 +30,11 @@ def test_halves_round_as_numpy_does(gpu, tmp_path, name):
         near = np.concatenate([near, np.nextafter(near, np.float32(np.inf)), np.nextafter(near, np.float32(-np.inf))])
         bits = np.random.default_rng(0).integers(0, 2**32, 100000, dtype=np.uint32).view(np.float32)
         numbers = np.concatenate([near, bits, np.float32([np.inf, -np.inf, np.nan, 1e38, -0.0, 0.0])])
-        np.testing.assert_array_equal(run("from_float", numbers, kind).astype(np.float32),
+        np.testing.assert_array_equal(rounded(numbers, kind).astype(np.float32),
                                       numbers.astype(kind).astype(np.float32))  # fmt: skip
         if name == "float16":  # ml_dtypes rounds float64 to bfloat16 twice
             doubles = np.concatenate([middles, np.nextafter(middles, np.inf), np.nextafter(middles, -np.inf)])
-            np.testing.assert_array_equal(run("from_double", doubles, kind), doubles.astype(kind))
+            np.testing.assert_array_equal(rounded(doubles, kind), doubles.astype(kind))
 
 
 @pytest.mark.parametrize("name", ["float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8", "bool"])

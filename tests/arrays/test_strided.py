@@ -1,48 +1,12 @@
-"""The order in which a strided copy visits two arrays."""
-
-from itertools import product
+"""Copies of arrays with any strides."""
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.tolerance import close
 
 from mpipipe import arrays
 from mpipipe.arrays import strided
 from mpipipe.arrays.strided import _walk
-
-
-def visited(walk, shape):
-    """(offset in the source, offset in the target) of each element."""
-    numbers = list(map(int, walk.numbers))
-    extents, source, target = numbers[:4], numbers[4:9], numbers[9:]
-    extents = [int(np.prod(shape)) // max(1, int(np.prod(extents))), *extents]
-    for place in product(*map(range, extents)):
-        yield tuple(sum(i * step for i, step in zip(place, strides)) for strides in (source, target))
-
-
-@given(st.lists(st.integers(1, 4), max_size=5), st.randoms(use_true_random=False))
-def test_each_element_of_any_views_is_visited_once(shape, random):
-    strides = []
-    for _ in range(2):
-        order, step, found = random.sample(range(len(shape)), len(shape)), 1, [0] * len(shape)
-        for axis in order:
-            found[axis] = step * random.choice((1, -1))
-            step *= shape[axis] + random.choice((0, 0, 2))
-        strides.append(tuple(found))
-    walk = _walk(tuple(shape), *strides)
-    expected = [tuple(sum(i * step for i, step in zip(place, steps)) for steps in strides)
-                for place in product(*map(range, shape))]  # fmt: skip
-    assert sorted(visited(walk, shape)) == sorted(expected)
-
-
-def test_neighbouring_axes_are_joined():
-    walk = _walk((2, 3, 4, 5), (60, 20, 5, 1), (60, 20, 5, 1))
-    assert list(walk.numbers) == [1, 1, 1, 120, *(0, 0, 0, 0, 1) * 2] and walk.divides == 120
-    walk = _walk((2, 3, 4, 8), (192, 64, 8, 1), (96, 32, 8, 1))  # the first 4 of 8 heads
-    assert list(walk.numbers) == [1, 1, 6, 32, 0, 0, 0, 64, 1, 0, 0, 0, 32, 1]
-    assert walk.divides & -walk.divides == 32
 
 
 def test_words_need_neighbours_on_both_sides_and_offsets_that_need_64_bits_have_them():

@@ -77,42 +77,38 @@ def test_a_cache_has_no_backward():
         cache.backward(out, saved)
 
 
-def test_local_with_another_window_is_made_once_and_keeps_all_else():
-    local = attention.Local(scale=0.5, segments=[5, 7])
-    q, k, v, dout = np.random.default_rng(1).normal(size=(4, 1, 12, 2, 8))
-    local.forward(q, k, v)  # it may remember what it planned for this length
-    other = local.with_window(3)
-    assert other is local.with_window(3) and other is not local.with_window(4)
-    expected = attention.Local(scale=0.5, segments=[5, 7], window=3)
-    same(expected.forward(q, k, v)[:1], other.forward(q, k, v)[:1])
-    same(attention.Local(scale=0.5, segments=[5, 7]).forward(q, k, v)[:1], local.forward(q, k, v)[:1])
-    same(expected.backward(dout, expected.forward(q, k, v)[1]), other.backward(dout, other.forward(q, k, v)[1]))
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_another_window_is_made_once_and_keeps_all_else(ranks):
+    """Alone, and in a ring by all its ranks."""
+    whole = np.random.default_rng(1).normal(size=(4, 1, 12, 2, 8))
+    cut = attention.Layout("striped", ranks or 1, 12)
+
+    def on_each_rank(comm):
+        q, k, v, dout = (cut.shard(x, comm.rank) for x in whole)
+
+        def made(**options):
+            options = dict(scale=0.5, segments=[5, 7], **options)
+            return attention.Ring(comm, layout="striped", **options) if ranks else attention.Local(**options)
+
+        def through(attend):
+            out, saved = attend.forward(q, k, v)
+            return out, *attend.backward(dout, saved)
+
+        plain = made()
+        before = through(plain)  # it may remember what it planned for this length
+        other = plain.with_window(3)
+        assert other is plain.with_window(3) and other is not plain
+        same(through(other), through(made(window=3)))
+        same(through(plain), before)
+        assert plain.bytes_sent == 2 * other.bytes_sent and (plain.bytes_sent > 0) == bool(ranks)  # each counts its own
+        if ranks:
+            with pytest.raises(MismatchError, match="differ in window"):
+                plain.with_window(4 + comm.rank)
+
+    inprocess.run(ranks or 1, on_each_rank)
     for window, refused in ((0, attention.Local()), (3, attention.Local(causal=False))):
         with pytest.raises(ArgumentError, match="window"):
             refused.with_window(window)
-
-
-def test_a_ring_with_another_window_is_made_by_all_its_ranks():
-    q, k, v, dout = np.random.default_rng(1).normal(size=(4, 1, 12, 2, 8))
-    cut = attention.Layout("striped", 2, 12)
-    found = {}
-
-    def on_each_rank(comm):
-        def through(ring):
-            out, saved = ring.forward(*(cut.shard(x, comm.rank) for x in (q, k, v)))
-            return out, *ring.backward(cut.shard(dout, comm.rank), saved)
-
-        ring = attention.Ring(comm, layout="striped", scale=0.5, seq_len=12)
-        found[comm.rank] = through(ring.with_window(3)), through(attention.Ring(comm, True, "striped", 3, scale=0.5))
-        assert ring.with_window(3) is ring.with_window(3)
-        through(ring)
-        assert ring.bytes_sent == ring.with_window(3).bytes_sent > 0  # each counts its own
-        with pytest.raises(MismatchError, match="differ in window"):
-            ring.with_window(4 + comm.rank)
-
-    inprocess.run(2, on_each_rank)
-    for ours, expected in found.values():
-        same(ours, expected)
 
 
 def test_users_objects_have_windows_and_count_rows_if_they_can():

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.reference_attention import dense
-from support.rings import refused
+from support.reference_attention import dense, visible_pairs
+from support.rings import masks, refused
 from support.tolerance import within
 
 from mpipipe import attention, nn
@@ -34,33 +34,21 @@ def seen(slices, rows, keys):
 
 @st.composite
 def cases(draw):
-    ranks, seq = draw(st.integers(1, 5)), draw(st.integers(1, 40))
-    causal = draw(st.booleans())
-    window = draw(st.none() | st.integers(1, 45)) if causal else None
-    cuts = draw(st.none() | st.sets(st.integers(1, seq), max_size=4))
-    documents = None if cuts is None else sorted({0, seq, *cuts})
-    return draw(st.sampled_from(KINDS)), ranks, seq, causal, window, documents
+    seq = draw(st.integers(1, 40))
+    return draw(st.sampled_from(KINDS)), draw(st.integers(1, 5)), seq, draw(masks(seq, keys=False))[1]
 
 
 @settings(max_examples=150)
 @given(cases())
 def test_every_visible_pair_is_planned_once_and_no_other(case):
-    kind, ranks, seq, causal, window, documents = case
+    kind, ranks, seq, view = case
     layout = Layout(kind, ranks, seq)
-    for q_rank in range(ranks):
-        i = layout.positions(q_rank)[:, None]
-        for k_rank in range(ranks):
-            j = layout.positions(k_rank)[None, :]
-            visible = np.ones((i.size, j.size), bool)
-            if causal:
-                visible &= j <= i
-            if window is not None:
-                visible &= i - j < window
-            if documents is not None:
-                visible &= np.searchsorted(documents, i, "right") == np.searchsorted(documents, j, "right")
-            slices = layout.needs(q_rank, k_rank, causal, window, documents)
-            np.testing.assert_array_equal(seen(slices, i.size, j.size), visible)
-            np.testing.assert_array_equal(seen(mask.in_one_band(slices), i.size, j.size), visible)
+    visible = visible_pairs(seq, seq, *view)
+    for q_rank, k_rank in np.ndindex(ranks, ranks):
+        expected = visible[layout.positions(q_rank)][:, layout.positions(k_rank)]
+        slices = layout.needs(q_rank, k_rank, *view)
+        for planned in (slices, mask.in_one_band(slices)):
+            np.testing.assert_array_equal(seen(planned, *expected.shape), expected)
 
 
 @given(st.sampled_from(KINDS), st.integers(1, 7), st.integers(0, 50))
@@ -82,28 +70,6 @@ def test_work_of_each_rank(kind, work):
     layout = Layout(kind, 4, 48)
     found = [sum(part.pairs for k in range(4) for part in layout.needs(q, k)) for q in range(4)]
     assert found == work
-
-
-@given(st.integers(1, 30), st.integers(0, 30), st.none() | st.integers(1, 40))
-def test_a_slice_and_all_before_it_are_one_band(rows, before, window):
-    queries = [mask.PositionRange(0, rows, before, 1)]
-    keys = [mask.PositionRange(0, before, 0, 1), mask.PositionRange(before, rows, before, 1)]
-    (whole,) = mask.mask_slices(queries, [mask.PositionRange(0, before + rows, 0, 1)], True, window)
-    slices = mask.mask_slices(queries, keys, True, window)
-    joined = mask.in_one_band(slices)
-    np.testing.assert_array_equal(*(seen(each, rows, before + rows) for each in (joined, [whole])))
-    if window is None:
-        assert joined == [whole]
-
-
-def test_kinds_of_mask():
-    layout = Layout("contiguous", 4, 1024)
-    (diagonal,), (full,) = layout.needs(2, 2), layout.needs(2, 1)
-    assert (diagonal.kind, full.kind, layout.needs(2, 3)) == (mask.CAUSAL, mask.FULL, [])
-    (band,) = layout.needs(2, 2, window=100)
-    assert band.kind == mask.BAND
-    (strict,) = Layout("striped", 2, 8).needs(0, 1)  # rank 0 holds 0 2 4 6, rank 1 holds 1 3 5 7
-    assert (strict.q_start, strict.k_stop, strict.kind) == (1, 3, mask.CAUSAL)
 
 
 @pytest.mark.parametrize("window, steps", [(1, 1), (2, 2), (256, 2), (257, 2), (258, 3), (10_000, 4), (None, 4)])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.reference_attention import agrees, dense
+from support.reference_attention import agrees_by_row
 from support.rings import arrays, refused
 
 from mpipipe import arrays as backend
@@ -22,11 +22,8 @@ def random_segments(rng, batch, seq):
 
 
 def by_row(found, whole, segments, window=None):
-    """Assert that each row of (out, lse, dq, dk, dv), lse (batch, seq, heads), is dense attention to its documents."""
-    found = [found[0], found[1].transpose(0, 2, 1), *found[2:]]
-    for number, row in enumerate(segments):
-        documents, one = [0, *(np.flatnonzero(np.diff(row)) + 1), len(row)], slice(number, number + 1)
-        agrees([x[one] for x in found], dense(*[x[one] for x in whole], True, window, documents))
+    """As `agrees_by_row`, lse (batch, seq, heads)."""
+    agrees_by_row([found[0], found[1].transpose(0, 2, 1), *found[2:]], whole, segments, window)
 
 
 def through(attend, mine, segments, room=None):

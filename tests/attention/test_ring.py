@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.reference_attention import NAMES, agrees, dense
-from support.rings import arrays, refused, through_ring
+from support.rings import arrays, masks, refused, through_ring
 from support.tolerance import within
 
 from mpipipe import attention
@@ -21,29 +21,22 @@ from mpipipe.processor import thread_count
 
 @st.composite
 def cases(draw):
-    ranks = draw(st.integers(1, 8))
     seq = draw(st.integers(1, 70))
-    causal = draw(st.booleans())
-    keys = draw(st.none() | st.integers(1, 70))
-    window = draw(st.none() | st.integers(1, 80)) if causal else None
-    cuts = draw(st.none() | st.lists(st.integers(1, max(1, seq - 1)), max_size=3)) if keys is None else None
-    documents = None if cuts is None else sorted({0, seq, *cuts})
+    options, expected, keys = draw(masks(seq))
     heads, kv_heads = draw(st.sampled_from([(8, 8), (8, 4), (8, 2), (8, 1), (3, 3)]))
     dim, value_dim = draw(st.sampled_from([(8, 8), (8, 5), (4, 12)]))
-    rotation = draw(st.sampled_from(["overlap", "sendrecv"]))
     sizes = dict(keys=keys, batch=draw(st.integers(1, 2)), heads=heads, kv_heads=kv_heads, dim=dim, value_dim=value_dim)
-    return ranks, seq, draw(st.sampled_from(KINDS)), causal, window, documents, rotation, sizes
+    whole = arrays(seq, **sizes, size=draw(st.sampled_from([1.0, 30.0])))  # scores of thousands
+    options |= dict(layout=draw(st.sampled_from(KINDS)), rotation=draw(st.sampled_from(["overlap", "sendrecv"])))
+    return whole, options, expected
 
 
 @settings(max_examples=60)
-@given(cases(), st.booleans())
-def test_any_ring_equals_dense_attention(case, synchronous):
-    ranks, seq, layout, causal, window, documents, rotation, sizes = case
-    whole = arrays(seq, **sizes)
-    segments = None if documents is None else np.searchsorted(documents, np.arange(seq), "right") - 1
-    options = dict(causal=causal, layout=layout, window=window, segments=segments, rotation=rotation)
+@given(st.integers(1, 8), cases(), st.booleans())
+def test_any_ring_equals_dense_attention(ranks, case, synchronous):
+    whole, options, expected = case
     found = inprocess.run(ranks, lambda comm: through_ring(comm, whole, **options)[0], synchronous=synchronous)
-    agrees(found[0], dense(*whole, causal, window, documents))
+    agrees(found[0], dense(*whole, *expected))
 
 
 MASKS = [

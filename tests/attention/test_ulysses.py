@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.reference_attention import NAMES, dense
-from support.rings import arrays, refused
+from support.rings import arrays, masks, refused
 from support.tolerance import within
 
 from mpipipe import arrays as backend
@@ -36,27 +36,20 @@ def agrees(found, expected, more=1.0):
 @st.composite
 def cases(draw):
     ranks, seq = draw(st.integers(1, 5)), draw(st.integers(1, 50))
-    causal = draw(st.booleans())
-    keys = draw(st.none() | st.integers(1, 50))
-    window = draw(st.none() | st.integers(1, 60)) if causal else None
-    cuts = draw(st.none() | st.lists(st.integers(1, max(1, seq - 1)), max_size=3)) if keys is None else None
-    documents = None if cuts is None else sorted({0, seq, *cuts})
-    group, kv_heads = draw(st.integers(1, 3)), ranks * draw(st.integers(1, 2))
+    options, expected, keys = draw(masks(seq))
+    kv_heads = ranks * draw(st.integers(1, 2))
     dim, value_dim = draw(st.sampled_from([(8, 8), (8, 5), (4, 12)]))
-    sizes = dict(keys=keys, batch=draw(st.integers(1, 2)), heads=group * kv_heads, kv_heads=kv_heads, dim=dim)
-    sizes["value_dim"] = value_dim
-    return ranks, seq, draw(st.sampled_from(KINDS)), causal, window, documents, sizes
+    heads = dict(heads=draw(st.integers(1, 3)) * kv_heads, kv_heads=kv_heads)
+    whole = arrays(seq, keys, draw(st.integers(1, 2)), **heads, dim=dim, value_dim=value_dim)
+    return ranks, whole, options | dict(kind=draw(st.sampled_from(KINDS))), expected
 
 
 @settings(max_examples=50)
 @given(cases(), st.booleans())
 def test_any_sequence_equals_dense_attention(case, synchronous):
-    ranks, seq, kind, causal, window, documents, sizes = case
-    whole = arrays(seq, **sizes)
-    segments = None if documents is None else np.searchsorted(documents, np.arange(seq), "right") - 1
-    options = dict(causal=causal, window=window, segments=segments)
-    found = inprocess.run(ranks, lambda comm: through(comm, whole, kind, **options), synchronous=synchronous)
-    agrees(found[0], dense(*whole, causal, window, documents))
+    ranks, whole, options, expected = case
+    found = inprocess.run(ranks, lambda comm: through(comm, whole, **options), synchronous=synchronous)
+    agrees(found[0], dense(*whole, *expected))
 
 
 @pytest.mark.parametrize("kind", KINDS)

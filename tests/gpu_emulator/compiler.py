@@ -139,18 +139,8 @@ def library_of(text: str) -> Path:
 def build(source: Path, target: Path):
     """Compile with the compiler's checks, and link without their library: cuda_on_host.h takes the reports."""
     unit = target.with_suffix(".o")
-    command = [
-        compiler() or "g++",
-        *FLAGS,
-        "-I",
-        str(HERE),
-        "-I",
-        str(HERE / "include"),
-        "-c",
-        str(source),
-        "-o",
-        str(unit),
-    ]
+    include = [f"-I{HERE}", f"-I{HERE / 'include'}"]
+    command = [compiler() or "g++", *FLAGS, *include, "-c", str(source), "-o", str(unit)]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode == 0:
         link = [command[0], "-shared", "-Wl,-Bsymbolic", "-Wl,--no-undefined", str(unit), "-o", str(target)]

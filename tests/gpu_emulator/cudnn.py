@@ -122,45 +122,34 @@ class pygraph:
 
     def tensor(self, dim, stride, data_type=data_type.NOT_SET, is_virtual=False, is_pass_by_value=False,
                ragged_offset=None, reordering_type=None, name="", uid=-1, ragged_offset_multiplier=1):  # fmt: skip
-        if len(dim) != len(stride):
-            raise RuntimeError(f"{name}: {len(dim)} dimensions, {len(stride)} strides")
         new = tensor(name, is_virtual).set_dim(dim).set_stride(stride).set_data_type(data_type)
         if uid >= 0:
             new.set_uid(uid)
         self._tensors.append(new)
         return new
 
-    def _attention(self, backward, outputs, *, attn_scale=None, use_padding_mask=False, seq_len_q=None,
-                   seq_len_kv=None, use_causal_mask=False, diagonal_alignment=diagonal_alignment.TOP_LEFT,
-                   diagonal_band_left_bound=None, diagonal_band_right_bound=None,
-                   compute_data_type=None, name="", **inputs):  # fmt: skip
+    def _attention(self, backward, outputs, *, attn_scale, use_padding_mask=False, seq_len_q=None,
+                   seq_len_kv=None, diagonal_alignment=diagonal_alignment.TOP_LEFT, diagonal_band_left_bound=None,
+                   diagonal_band_right_bound=None, compute_data_type=None, name="", **inputs):  # fmt: skip
         if self._facts:
             raise NotImplementedError("one operation in a graph")
-        if attn_scale is not None and not isinstance(attn_scale, (int, float)):
-            raise RuntimeError(f"Unable to cast Python instance of type {type(attn_scale)} to C++ type '?'")
-        if isinstance(attn_scale, np.generic) and not isinstance(attn_scale, float):
-            raise RuntimeError(f"Unable to cast Python instance of type {type(attn_scale)} to C++ type '?'")
-        right = 0 if use_causal_mask else _bound(diagonal_band_right_bound)
+        assert type(attn_scale) is float, "the library takes no number of numpy"
         made = {label: tensor(f"{name}::{label}") for label in outputs}
         self._tensors += made.values()
         self._facts = dict(
-            inputs, **made, backward=backward, scale=1.0 if attn_scale is None else float(attn_scale),
+            inputs, **made, backward=backward, scale=attn_scale,
             padding=use_padding_mask, seq_len_q=seq_len_q, seq_len_kv=seq_len_kv, left=_bound(diagonal_band_left_bound),
-            right=right, alignment=diagonal_alignment,
+            right=_bound(diagonal_band_right_bound),
         )  # fmt: skip
         return made
 
-    def sdpa(self, q, k, v, is_inference=None, attn_scale=None, generate_stats=None, **options):
-        if (is_inference is None) == (generate_stats is None):
-            raise RuntimeError("Exactly one of {generate_stats, is_inference} must be set (prefer generate_stats).")
-        stats = generate_stats if generate_stats is not None else not is_inference
-        outputs = ("o", "stats") if stats else ("o",)
-        made = self._attention(False, outputs, attn_scale=attn_scale, q=q, k=k, v=v, **options)
-        return [made["o"], made.get("stats")]
+    def sdpa(self, q, k, v, generate_stats, **options):
+        assert generate_stats, "for the backward"
+        made = self._attention(False, ("o", "stats"), q=q, k=k, v=v, **options)
+        return [made["o"], made["stats"]]
 
-    def sdpa_backward(self, q, k, v, o, dO, stats, attn_scale=None, **options):
-        made = self._attention(True, ("dq", "dk", "dv"), attn_scale=attn_scale, q=q, k=k, v=v, o=o, dO=dO, stats=stats,
-                               **options)  # fmt: skip
+    def sdpa_backward(self, q, k, v, o, dO, stats, **options):
+        made = self._attention(True, ("dq", "dk", "dv"), q=q, k=k, v=v, o=o, dO=dO, stats=stats, **options)
         return [made["dq"], made["dk"], made["dv"]]
 
     # -- from description to plan, in this order
@@ -173,9 +162,8 @@ class pygraph:
 
     def validate(self):
         f = self._facts
-        (_, heads, sq, dim), (_, kv_heads, sk, _) = f["q"].dim, f["k"].dim
+        (_, _, sq, dim), (_, _, sk, _) = f["q"].dim, f["k"].dim
         value_dim = f["v"].dim[3]
-        bottom_right = f["alignment"] == diagonal_alignment.BOTTOM_RIGHT
         refused = cudnnGraphNotSupportedError
         if self._sm_version is None:
             toolkit.open_runtime()
@@ -190,18 +178,12 @@ class pygraph:
         wide = major == 10 and dim == value_dim == 256 and backend_version() >= 92300
         if f["backward"] and max(dim, value_dim) > (256 if major == 9 or wide else 128):
             raise refused("Num hidden_dim should be less than or equal to 128 and hidden_dim should be multiple of 8")
-        if heads % kv_heads:
-            raise refused("For group-query attention, number of heads for key and query must be a factor ...")
         if f["right"] is not None and f["right"] < 0:
             raise RuntimeError("Right bound needs to be larger than or equal to zero")
         if f["left"] is not None and f["left"] < 1:
             raise RuntimeError("Left bound (Sliding window length) should be greater than or equals to zero when set.")
         if f["left"] is not None and sq > sk:
             raise refused("Sliding window attention is only supported with max_s_q <= max_s_kv.")
-        if bottom_right and sq > sk and not f["padding"]:
-            raise refused("Bottom right causal mask does not support max_s_q > max_s_kv.")
-        if f["padding"] and (f["seq_len_q"] is None or f["seq_len_kv"] is None):
-            raise ValueError("Padding mask requires seq_len_q and seq_len_kv to be set.")
         for part in ("q", "k", "v", "o", "dO", "dq", "dk", "dv"):
             if part in f and f[part].stride and f[part].stride[-1] != 1:
                 raise refused(f"{part}: the stride for the last dimension corresponding to the embedding must be 1")
@@ -283,11 +265,10 @@ def _mask(facts, found) -> np.ndarray:
     queries = found["seq_len_q"].reshape(batch, 1, 1) if facts["padding"] else np.full((batch, 1, 1), sq)
     keys = found["seq_len_kv"].reshape(batch, 1, 1) if facts["padding"] else np.full((batch, 1, 1), sk)
     seen = (i < queries) & (j < keys)
-    shift = keys - queries if facts["alignment"] == diagonal_alignment.BOTTOM_RIGHT else 0
     if facts["right"] is not None:
-        seen &= j <= i + shift + facts["right"]
+        seen &= j <= i + facts["right"]
     if facts["left"] is not None:
-        seen &= j > i + shift - facts["left"]
+        seen &= j > i - facts["left"]
     return seen[:, None]
 
 
@@ -306,8 +287,7 @@ def _forward(facts, found):
     weights = np.exp(scores - np.where(np.isinf(top), 0, top))
     total = weights.sum(-1, keepdims=True)
     found["o"][...] = np.where(total > 0, weights @ v / total, 0).astype(found["o"].dtype)
-    if "stats" in found:
-        found["stats"][...] = top + np.log(total)
+    found["stats"][...] = top + np.log(total)
 
 
 def _backward(facts, found):

@@ -34,17 +34,6 @@ extern "C" __global__ void turn_around_warps(const T* x, T* y, int barrier) {
     y[threadIdx.x] = row[threadIdx.x ^ 31];
 }
 
-extern "C" __global__ void halfway(T* y) {
-    if (threadIdx.x % 2) __syncthreads();
-    else { __syncwarp(0x55555555); __syncthreads(); __syncthreads(); }
-    y[threadIdx.x] = 1;
-}
-
-extern "C" __global__ void lost_lane(T* y) {
-    if (threadIdx.x % 32 < 31) y[threadIdx.x] = __shfl_xor_sync(0xffffffffu, (float)threadIdx.x, 1);
-    else __syncthreads();
-}
-
 extern "C" __global__ void mixed(const T* x, double* y, long long n, float f, double d, const unsigned char* keep,
                                  void* any) {
     y[0] = n + f + d + (keep ? keep[0] : 0);
@@ -62,7 +51,6 @@ extern "C" __global__ void beside_shared(T* y, int i) { __shared__ T a[4]; a[i] 
 extern "C" __global__ void beside_dynamic(T* y, int i) { extern __shared__ T a[]; a[i] = 1; y[0] = a[0]; }
 extern "C" __global__ void misaligned(T* y) { *(pack<T, 4>*)(y + 1) = pack<T, 4>(); }
 extern "C" __global__ void overflow(int* y, int n) { y[0] = n * n; }
-extern "C" __global__ void __launch_bounds__(128) bounded(T* y) { y[0] = 1; }
 """
 
 
@@ -121,24 +109,20 @@ def test_shared_memory_is_nan_in_every_block(device, kernel):
     assert np.isnan(arrays.download(y)).all()
 
 
-@pytest.mark.parametrize(
-    ("name", "args", "shared", "match"),
-    [
-        ("beside_shared", (4,), 0, "an index outside its array"),
-        ("beside_dynamic", (4,), 16, "shared memory"),
-        ("misaligned", (), 0, "multiple of 16"),
-    ],
-)
-def test_errors_in_a_kernel_are_found(device, kernel, name, args, shared, match):
-    y = arrays.empty((16,), np.float32, "cuda")
+ERRORS = {
+    "beside_shared": ((4,), 0, "an index outside its array"),
+    "beside_dynamic": ((4,), 16, "shared memory"),
+    "misaligned": ((), 0, "multiple of 16"),
+    "overflow": ((70000,), 0, "an integer overflow"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_in_a_kernel_are_found(device, kernel, name):
+    args, shared, match = ERRORS[name]
+    y = arrays.empty((16,), np.int32 if name == "overflow" else np.float32, "cuda")
     with failing(device, match):
         kernel(name)((1,), (1,), (y, *map(np.int32, args)), shared_mem=shared)
-
-
-def test_an_overflow_of_an_int_is_found(device, kernel):
-    y = arrays.empty((1,), np.int32, "cuda")
-    with failing(device, "an integer overflow"):
-        kernel("overflow")((1,), (1,), (y, np.int32(70000)))
 
 
 def test_a_write_beside_an_allocation_is_found(device, kernel):

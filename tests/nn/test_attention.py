@@ -5,7 +5,7 @@ import pytest
 from support.gradcheck import check_stage
 from support.tolerance import close, largest
 
-from mpipipe import arrays, attention, nn
+from mpipipe import attention, nn
 from mpipipe.attention import Local, Ring
 from mpipipe.errors import ArgumentError
 from mpipipe.job import inprocess
@@ -162,13 +162,6 @@ def test_gradients_with_options_agree_with_finite_differences(name):
     check_stage(stirred(layer), RANDOM.standard_normal((2, 3, 8)))
 
 
-class Apart:
-    """An object of a user's, whose gradients are arrays of their own."""
-
-    def __init__(self, inner):
-        self.forward, self.backward = inner.forward, inner.backward
-
-
 def test_without_a_base_nothing_is_turned():
     x = RANDOM.standard_normal((1, 4, 8))
     stage = nn.Stage([nn.SelfAttention(8, 2, attend=attention.Local(causal=False), rope_base=None)], dtype="float64")
@@ -206,9 +199,6 @@ def test_impossible_heads_are_refused(arguments, options):
         nn.SelfAttention(8, 2)
 
 
-# -- The gradients of queries, keys and values are written where the product that reads them wants them ---------------
-
-
 DIM, HEADS = 64, 4
 
 
@@ -219,39 +209,6 @@ class Halved(Local):
         return tuple(x / 2 for x in super().backward(dout, saved))
 
 
-def both_ways(device, kind, kv_heads, gpu, **options):
-    """What a backward finds and launches, by Local and by what has a part of it."""
-    dout = RANDOM.standard_normal((2, 19, DIM)).astype(arrays.dtype(kind))
-    x = RANDOM.standard_normal((2, 19, DIM)).astype(arrays.dtype(kind))
-    if device == "cuda":
-        x, dout = arrays.upload(x), arrays.upload(dout)
-    found = []
-    for attend in (Local(**options), Apart(Local(**options))):
-        stage = nn.Stage([nn.SelfAttention(DIM, HEADS, kv_heads, attend)], kind, seed=2, device=device)
-        saved = stage.forward(x)[1]
-        stage.backward(dout, saved)  # builds what is built once
-        arrays.set_zero(stage.gradients.flat)
-        gpu.reset()
-        dx = stage.backward(dout, saved)
-        launched = list(gpu.launches)
-        results = (dx, stage.gradients.flat)
-        found.append((arrays.download(*results) if device == "cuda" else results, launched))
-    return found
-
-
-@pytest.mark.parametrize("options, kv_heads", [({}, 4), (dict(window=5), 2), (dict(segments=[4, 15]), 2)], ids=str)
-@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
-@pytest.mark.parametrize("device, by", [("cpu", ""), ("cuda", "cupy"), ("cuda", "")])
-def test_gradients_in_one_array_have_the_bits_of_three(gpu, device, by, kind, kv_heads, options, monkeypatch):
-    monkeypatch.setenv("MPIPIPE_ATTENTION", by)
-    (ours, launched), (theirs, more) = both_ways(device, kind, kv_heads, gpu, **options)
-    for found, expected in zip(ours, theirs):
-        assert found.dtype == expected.dtype and found.tobytes() == expected.tobytes()
-    if device == "cuda" and not gpu.real:
-        assert launched.count("apply_rope") == more.count("apply_rope") == 1, (launched, more)
-        assert len(launched) == len(more) - 3  # copies to where they belong
-
-
 def test_what_a_subclass_redefines_is_never_passed_by():
     x, dout = RANDOM.standard_normal((2, 2, 9, DIM))
     found = []
@@ -259,18 +216,3 @@ def test_what_a_subclass_redefines_is_never_passed_by():
         stage = nn.Stage([nn.SelfAttention(DIM, HEADS, attend=attend)], "float64", seed=2)
         found.append(stage.backward(dout, stage.forward(x)[1]))
     np.testing.assert_allclose(found[1], found[0] / 2, rtol=1e-12)
-
-
-def test_a_ring_of_one_step_writes_into_the_room_it_is_given():
-    q, k, v, dout = RANDOM.standard_normal((4, 1, 12, HEADS, 8))
-
-    def on_the_rank(comm):
-        ring = Ring(comm)
-        expected = ring.backward(dout, ring.forward(q, k, v)[1])
-        room = tuple(np.full((1, 12, 3 * HEADS, 8), np.nan)[:, :, at : at + HEADS] for at in (0, HEADS, 2 * HEADS))
-        found = ring.backward(dout, ring.forward(q, k, v)[1], room)
-        assert all(a is b for a, b in zip(found, room))
-        for a, b in zip(found, expected):
-            np.testing.assert_array_equal(a, b)
-
-    inprocess.run(1, on_the_rank)

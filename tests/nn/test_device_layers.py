@@ -43,6 +43,15 @@ LAYERS = {
         nn.SelfAttention(DIM, 4, attend=Local(), rope_base=None, qk_norm=True),
     ],
 }
+LAYERS |= {
+    f"{name} with adapters": lambda make=make, targets=targets: nn.LoRA(3, 6.0, targets).apply([make()])
+    for name, make, targets in (
+        ("SelfAttention", lambda: nn.SelfAttention(DIM, 4, 2, Local()), ["q_proj", "k_proj", "v_proj", "o_proj"]),
+        ("stacked SelfAttention", lambda: nn.SelfAttention(DIM, 4, attend=Local()), ["c_attn", "c_proj"]),
+        ("FeedForward", lambda: nn.FeedForward(DIM, 36), ["c_fc", "c_proj"]),
+        ("SwiGLU", lambda: nn.SwiGLU(DIM, 36), ["gate_proj", "up_proj", "down_proj"]),
+    )
+}
 FIELDS = {  # with the shape of x
     "Conv of a plane": (lambda: [nn.Conv(4, 6, (3, 2), stride=2, groups=2)], (2, 5, 6, 4)),
     "Conv in space": (lambda: [nn.Conv(16, 32, (3, 2, 3), stride=2, groups=2, bias=False)], (1, 4, 3, 4, 16)),
@@ -61,7 +70,8 @@ def numbers(shape, dtype, seed=0, size=1.0):
 def twins(make, dtype):
     """Equal stages on the host and on the device, with gains and biases that are not their neutral elements."""
     host, device = (nn.Stage(make(), dtype=dtype, seed=4, first=1, device=where) for where in ("cpu", "cuda"))
-    np.testing.assert_array_equal(arrays.download(device.parameters.flat), host.parameters.flat)
+    for name, array in host.parameters.items():
+        np.testing.assert_array_equal(arrays.download(device.parameters[name]), array)
     host.parameters.flat += numbers(host.parameters.flat.size, host.parameters.flat.dtype, 9, 0.1)
     arrays.upload(host.parameters.flat, out=device.parameters.flat)
     for stage in (host, device):

@@ -5,7 +5,7 @@ import pytest
 from support.gradcheck import check_stage
 from support.tolerance import close, largest
 
-from mpipipe import arrays, nn
+from mpipipe import nn
 from mpipipe.attention import KVCache, Local
 from mpipipe.errors import ArgumentError
 from mpipipe.pipeline.graphs import unrecordable
@@ -70,14 +70,6 @@ def test_a_sum_that_comes_in_is_kept_and_left_again():
     for first, layer in enumerate(layers()):
         y = nn.Stage([layer], dtype="float64", first=first).forward(y)[0]
     np.testing.assert_array_equal(stage.forward(x)[0], y)
-
-
-def test_row_numbers_stay_on_the_device(gpu):
-    stage = nn.Stage([nn.LearnedPositions(9, 4)], device="cuda")
-    x = arrays.upload(np.zeros((2, 5, 4), np.float32))
-    _, (first,) = stage.forward(x)
-    _, (again,) = stage.forward(x)
-    assert first is again and arrays.is_device(first)
 
 
 def test_graphs_may_record_it_unless_positions_move():

@@ -42,20 +42,6 @@ def test_initial_values_have_the_promised_spread():
     assert not any(stage.parameters[name].any() for name in ("0.bias", "2.up_bias", "2.down_bias"))
 
 
-def test_runs_tell_matrices_from_gains_and_biases():
-    stage = nn.Stage(layers())
-    decayed = np.zeros(stage.parameters.flat.size, bool)
-    stops = [0]
-    for start, stop, decay in stage.decay_ranges:
-        assert start == stops[-1] and stop > start
-        decayed[start:stop] = decay
-        stops.append(stop)
-    assert stops[-1] == stage.parameters.flat.size
-    for name, array in stage.parameters.items():
-        start = stage.parameters.offsets[name]
-        assert (decayed[start : start + array.size] == (array.ndim == 2)).all()
-
-
 def test_however_many_layers_there_are_ranges_of_decay_are_few():
     """An optimizer has a launch for each: matrices, gains, and the tied matrices behind them."""
     stage = nn.Stage([*layers()[:1], *[layer for _ in range(5) for layer in layers()[1:-1]], layers()[-1]])

@@ -1,10 +1,10 @@
-"""Halves by PyTorch: each kernel beside exact products in float64, and what decides between PyTorch and numpy."""
+"""Halves by PyTorch: how they are rounded, and what decides between PyTorch and numpy."""
 
 import sys
 
 import numpy as np
 import pytest
-from support.tolerance import eps, rounding, within
+from support.tolerance import within
 
 from mpipipe import arrays, nn, processor
 from mpipipe.arrays import half_precision
@@ -28,44 +28,6 @@ def half(dtype, *shape):
 
 def wide(x):
     return x.astype(np.float64)
-
-
-def once(found, exact, terms, count):
-    """The result is the exact one, summed in float32 and rounded once."""
-    summed = (count + 2) * eps("float32") * terms
-    within(wide(found), exact, summed + rounding(found.dtype.name, np.abs(exact) + summed))
-
-
-@pytest.mark.judges
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("rows", [1, 7, 300])
-def test_products_are_summed_in_float32_and_rounded_once(torch_cpu, dtype, rows):
-    x, weight, bias, dy = half(dtype, rows, 90), half(dtype, 40, 90), half(dtype, 40), half(dtype, rows, 40)
-    terms = np.abs(wide(x)) @ np.abs(wide(weight)).T + np.abs(wide(bias))
-    once(torch_cpu.linear(x, weight, bias), wide(x) @ wide(weight).T + wide(bias), terms, 91)
-    once(
-        torch_cpu.linear_backward_input(dy, weight),
-        wide(dy) @ wide(weight),
-        np.abs(wide(dy)) @ np.abs(wide(weight)),
-        40,
-    )
-    product, terms = wide(dy).T @ wide(x), np.abs(wide(dy)).T @ np.abs(wide(x))
-    summed = (rows + 2) * eps("float32") * (terms + 1)
-    grad = np.ones((40, 90), np.float32)
-    torch_cpu.linear_backward_weight(dy, x, grad)
-    within(wide(grad), product + 1, summed + rounding(dtype, np.abs(product) + summed))
-
-
-@pytest.mark.judges
-@pytest.mark.parametrize("dtype", HALVES)
-def test_single_passes_are_those_of_float32_rounded_once(torch_cpu, dtype):
-    x, dy = half(dtype, 70, 90) * arrays.dtype(dtype).type(3), half(dtype, 70, 90)
-    for found, exact in (
-        (torch_cpu.gelu(x), any_dtype.gelu(wide(x))),
-        (torch_cpu.gelu_backward(dy, x), any_dtype.gelu_backward(wide(dy), wide(x))),
-        (torch_cpu.add(x, dy), wide(x) + wide(dy)),
-    ):
-        once(found, exact, 1 + np.abs(wide(x)) + np.abs(wide(dy)), 20)
 
 
 @pytest.mark.judges

@@ -1,4 +1,4 @@
-"""Attention of device arrays on one rank, and its float64 reference."""
+"""Attention on one rank, on the host or on a GPU, and its float64 reference."""
 
 import numpy as np
 
@@ -23,9 +23,9 @@ def agrees(found, expected, dtype):
     near(found, expected)
 
 
-def through_local(whole, gpu=None, **options):
+def through_local(whole, gpu=None, place=arrays.upload, **options):
     """(out, lse, dq, dk, dv) on the host, and what was launched; nothing may have waited for the device."""
-    on_device = [arrays.upload(x) for x in whole]
+    on_device = [place(x) for x in whole]
     attend = attention.Local(**options)
     if gpu is not None:
         gpu.reset()

@@ -15,7 +15,6 @@ def sizes(elements, **of_products):
 SMALL = sizes(512, WORK=1, ROWS=8, COLUMNS=16, PIECE=16 * WIDTH, WIDTH=16, SUMMED=64) | {
     attention: dict(ROWS=16, KEYS=16, SHARED=1)
 }
-LARGE = sizes(1 << 60, WORK=1 << 60, PIECE=1 << 60, SUMMED=1 << 60)
 
 
 def set_sizes(monkeypatch, values):

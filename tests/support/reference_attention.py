@@ -110,20 +110,35 @@ def _outer(weights, columns):
     return np.einsum("bhij,bjhd->bihd", weights, columns, optimize=True)
 
 
-def dense(q, k, v, dout, causal=True, window=None, documents=None, scale=None):
-    """Positions of queries and keys both start at 0; documents: where each begins, and the end."""
-    i, j = np.arange(q.shape[1])[:, None], np.arange(k.shape[1])[None, :]
-    seen = np.ones((i.size, j.size), bool)
+def visible_pairs(queries, keys, causal=True, window=None, documents=None):
+    """Which of so many queries sees which of so many keys, whose positions both start at 0.
+
+    documents : where each begins, and the end
+    """
+    i, j = np.arange(queries)[:, None], np.arange(keys)[None, :]
+    seen = np.ones((queries, keys), bool)
     if causal:
         seen &= j <= i
     if window is not None:
         seen &= i - j < window
     if documents is not None:
         seen &= np.searchsorted(documents, i, "right") == np.searchsorted(documents, j, "right")
-    return Dense(q, k, v, dout, seen, scale)
+    return seen
+
+
+def dense(q, k, v, dout, causal=True, window=None, documents=None, scale=None):
+    """Dense attention; see `visible_pairs`."""
+    return Dense(q, k, v, dout, visible_pairs(q.shape[1], k.shape[1], causal, window, documents), scale)
 
 
 def agrees(found, expected):
     """`found`, in the order of NAMES and of the dtype of its first, is `expected` up to rounding."""
     for name, one, other, allowed in zip(NAMES, found, expected, expected.bounds(found[0].dtype)):
         within(one, other, allowed, f"{name} ({found[0].dtype.name})")
+
+
+def agrees_by_row(found, whole, segments, window=None):
+    """Each row of `found`, lse (batch, heads, seq), is dense attention to the documents of that row of `whole`."""
+    for number, row in enumerate(segments):
+        documents, one = [0, *(np.flatnonzero(np.diff(row)) + 1), len(row)], slice(number, number + 1)
+        agrees([x[one] for x in found], dense(*[x[one] for x in whole], True, window, documents))

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 from mpipipe import arrays as backend
 from mpipipe import attention
@@ -16,6 +17,18 @@ def arrays(seq, keys=None, batch=2, heads=4, kv_heads=2, dim=8, value_dim=None, 
         (batch, seq, heads, value_dim),
     )  # fmt: skip
     return [(size * rng.normal(size=shape)).astype(dtype) for shape in shapes]
+
+
+@st.composite
+def masks(draw, seq, keys=True):
+    """(options of attention to so many positions, the same for the dense reference, lengths of other keys)."""
+    causal = draw(st.booleans())
+    others = draw(st.none() | st.integers(1, seq + 9)) if keys else None
+    window = draw(st.none() | st.integers(1, seq + 9)) if causal else None
+    cuts = draw(st.none() | st.lists(st.integers(1, max(1, seq - 1)), max_size=3)) if others is None else None
+    documents = None if cuts is None else sorted({0, seq, *cuts})
+    segments = None if cuts is None else np.searchsorted(documents, np.arange(seq), "right") - 1
+    return dict(causal=causal, window=window, segments=segments), (causal, window, documents), others
 
 
 def through_ring(comm, whole, place=lambda x: x, **options):

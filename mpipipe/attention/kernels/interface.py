@@ -108,16 +108,10 @@ def check_arrays(q: Array, k: Array, v: Array) -> None:
         q.ndim == k.ndim == v.ndim == 4
         and q.dtype == k.dtype == v.dtype
         and k.shape[:3] == v.shape[:3]
+        and (len(q), q.shape[3]) == (len(k), k.shape[3])
+        and 0 not in (*q.shape[2:], *v.shape[2:])
+        and q.shape[2] % k.shape[2] == 0
     )
-    if fits:
-        heads, dim = q.shape[2:]
-        kv_heads, value_dim = v.shape[2:]
-        fits = (
-            len(k) == len(q)
-            and k.shape[3] == dim
-            and min(heads, dim, kv_heads, value_dim) > 0
-            and heads % kv_heads == 0
-        )
     if not fits:
         raise ArgumentError(
             "the arrays of attention do not fit together",

@@ -130,9 +130,7 @@ class _TwoProducts(Layer):
     def backward_weight(self, pending: Pending) -> None:
         x, dinner, dy, source = pending
         self._add_product(self._first, dinner, x, self._first_bias)
-        if self.__dict__["down_grad"] is not None or "down" in self.adapters:
-            self._add_product("down", dy, self._f_of(source))
-        self._add("down_bias", self.stage.kernels.sum_rows, dy)
+        self._add_product("down", dy, self._f_of(source), "down_bias")
 
     def _f(self, inner: Array) -> Array:
         """Return f(inner)."""
