@@ -62,7 +62,7 @@ def _agreed(code) -> Fault:
         ranks=(1, 2, 4),
         by_all=("finished",),
         never=("ended by",),
-        quick=(4, RUN) if code == 75 else None,
+        quick=(2, RUN) if code == 75 else None,
     )
 
 
@@ -89,8 +89,8 @@ train(between=lambda: (leave(), optim.clip_by_global_norm(stages, 1.0, comm)))
         ranks=(2, 3),
         quick=(2, RUN),
     ),
-    failing("rank 2 exits with 3", "exit", "if rank == 2: sys.exit(3)\ntrain()", "rank 2", code=3, ranks=(4,),
-        modes=(RUN,), quick=(4, RUN)),
+    failing("rank 2 exits with 3", "exit", "if rank == 2: sys.exit(3)\ntrain()", "rank 2", code=3, ranks=(3, 4),
+        modes=(RUN,), quick=(3, RUN)),
     _code(75, 75),
     _code(256, NONZERO),
     _code("'wet paint'", 1),
