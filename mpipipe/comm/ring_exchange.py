@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 from mpipipe.arrays import Array
 from mpipipe.comm.transport.gpu_aware import make_transport
-from mpipipe.job import Communicator, Message, Request, Snapshot, group_of, own
+from mpipipe.job import Communicator, Request, Snapshot, group_of, own
 
 ROTATIONS = ("overlap", "sendrecv")
 TAG = 1
-KEPT = 8  # exchanges that a report of a hang knows, for each rank
 
 
 class RingMessage(NamedTuple):
@@ -51,7 +50,6 @@ class RingExchange:
         self.pending: deque[tuple[RingMessage, Request]] = deque()
         self.started = self.polls = 0
         self.thread = 0  # the one that has started the last exchange
-        self.last: deque[RingMessage] = deque(maxlen=KEPT * self.group.size)  # sent
         self.group.context.add_inspectable(self)
 
     def start(
@@ -72,7 +70,6 @@ class RingExchange:
             self.pending.append((message, own(transport.irecv(incoming, source, 0, TAG))))
         if outgoing is not None:
             message = RingMessage(self.what, self.started, dest, outgoing.nbytes, False)
-            self.last.append(message)
             self.pending.append((message, own(transport.isend(outgoing, dest, 0, TAG))))
         if mode == "sendrecv":
             self.finish()
@@ -94,24 +91,11 @@ class RingExchange:
         return self.started, self.polls, len(self.pending)
 
     def snapshot(self) -> Snapshot:
-        doing = ""
-        expects = None
-        for message, _ in tuple(self.pending)[:1]:
-            doing = f"exchange {message.number} of a {self.what}"
-            if message.receives:
-                expects = self._described(message)
-        return Snapshot(
-            self.group.key,
-            doing=doing,
-            computes=doing != "",
-            thread=self.thread,
-            expects=expects,
-            sent=tuple(map(self._described, tuple(self.last))),
-        )
-
-    def _described(self, message: RingMessage) -> Message:
-        member = self.group.members[message.peer]
-        return Message((message.number,), message.subject, member, (0, TAG), message.nbytes)
+        try:
+            message, _ = self.pending[0]
+        except IndexError:
+            return Snapshot()
+        return Snapshot(f"exchange {message.number} of a {self.what}", True, self.thread)
 
     def close(self) -> None:
         """Free the communicator; collective."""

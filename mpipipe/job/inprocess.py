@@ -129,7 +129,7 @@ def _look_for_hang(
     if error is None and quiet > limit:
         error = HangError(
             f"no rank has made progress for {quiet:.1f} s",
-            found="\n    ".join(verdict.judge(dumps).lines()),
+            found="\n    ".join(verdict.report_lines(dumps)),
             remedy=verdict.REMEDY,
         )
     if error is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from mpipipe.errors import MismatchError
 
@@ -53,6 +53,25 @@ Ranks: TypeAlias = tuple[int, ...]
 GroupName: TypeAlias = tuple[int, ...]
 # A group, and the number of a call of all its ranks.
 Meeting: TypeAlias = tuple[GroupName, int]
+
+
+class Snapshot(NamedTuple):
+    """How far an object that follows a plan has come, as values that can be pickled."""
+
+    doing: str = ""  # the action under way, in words; "" between calls
+    # Whether that action runs code of the user, or of a layer, rather than waits for a message.
+    computes: bool = False
+    thread: int = 0  # the one that runs it
+
+
+class Inspectable(Protocol):
+    """An object that follows a plan; it is asked how far it has come only when a job hangs."""
+
+    def progress_token(self) -> object:
+        """Return a value that changes with every progress; called often, from any thread."""
+
+    def snapshot(self) -> Snapshot:
+        """Return how far it has come; called from any thread, while it runs."""
 
 
 @dataclass(eq=False)

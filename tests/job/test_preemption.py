@@ -275,7 +275,7 @@ child = subprocess.Popen(["sleep", "60"])
 here = socket.gethostname()
 hosts = (here, os.getpid()), (here, child.pid), ("there", 2**22 + 1)
 watchdog = Watchdog(RankContext())
-places = {4 + index: RankPlace(host, pid, True, -1) for index, (host, pid) in enumerate(hosts)}
+places = {4 + index: RankPlace(host, pid, True) for index, (host, pid) in enumerate(hosts)}
 watchdog.channels.append(WatchChannel(None, places))
 ends = []
 def hopeless():

@@ -27,7 +27,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from mpipipe.job import communicators, runtime, settings
@@ -37,7 +36,7 @@ from mpipipe.job.report import abort_job
 from mpipipe.job.requests import own
 from mpipipe.job.types import Communicator, MpiCommunicator, MpiRequest, Ranks, RankWait
 from mpipipe.job.watch import verdict
-from mpipipe.job.watch.dump import UNKNOWN, Dump, Dumps, RankPlace, make_dump, offer_stacks
+from mpipipe.job.watch.dump import UNKNOWN, Dump, Dumps, RankPlace, make_dump
 
 if TYPE_CHECKING:
     from mpipipe.job.group import RankGroup
@@ -137,7 +136,7 @@ class Watchdog:
         private = cast("MpiCommunicator", communicators.duplicate(group.comm))
         private.Set_name("mpipipe watchdog")
         threaded = runtime.threads_allowed()
-        place = RankPlace(socket.gethostname(), os.getpid(), threaded, offer_stacks())
+        place = RankPlace(socket.gethostname(), os.getpid(), threaded)
         sizes = [PLACE_BYTES] * group.size
         places = spread(group, pickle.dumps(place), sizes, "the hosts of all ranks")
         with self._lock:
@@ -294,8 +293,7 @@ class Watchdog:
         for rank in (*dumps, *self.context.left):
             silent.pop(rank, None)
         try:
-            folder = self.context.report_folder
-            verdict.publish(dumps, silent, folder, world.rank, world.size)
+            verdict.publish(dumps, silent, world.rank, world.size)
         finally:
             time.sleep(FORWARD_SECONDS)
             abort_job(world, verdict.HUNG)
@@ -314,20 +312,19 @@ def watch_over(comm: Communicator) -> Watchdog | None:
 
 
 @contextmanager
-def watching(seconds: float | None, folder: Path) -> Iterator[None]:
-    """Set the limit of this rank, within, to `seconds`, and the folder of a report.
+def watching(seconds: float | None) -> Iterator[None]:
+    """Set the limit of this rank, within, to `seconds`.
 
     None stands for what MPIPIPE_WATCHDOG says, 0 for no watchdog. Every rank enters with the same.
     """
     context = current_rank()
-    before = (context.watch_limit, context.report_folder)
+    before = context.watch_limit
     context.watch_limit = seconds or inf
     if seconds is None:
         context.watch_limit = settings.watchdog()
-    context.report_folder = folder
     if context.watchdog is not None:
         context.watchdog.start()
     try:
         yield
     finally:
-        context.watch_limit, context.report_folder = before
+        context.watch_limit = before

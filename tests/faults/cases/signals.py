@@ -31,7 +31,8 @@ def _interrupted(to):
 
 
 FAULTS = (
-    failing("a killed rank", "signal", KILL_ITSELF, code=NONZERO, reports=None, ranks=(2, 4), limit=15, quick=(2, PLAIN)),
+    failing("a killed rank", "signal", KILL_ITSELF, code=NONZERO, reports=None, ranks=(2, 4), limit=15,
+        quick=(2, PLAIN)),
     *(_in_forward(name) for name in ("SIGKILL", "SIGTERM", "SIGSEGV")),
     failing("SIGINT of one rank before training", "signal",
         "if rank == 1: os.kill(os.getpid(), signal.SIGINT); time.sleep(1)\ntrain()", "KeyboardInterrupt", code=NONZERO,
