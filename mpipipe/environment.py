@@ -1,8 +1,7 @@
 """Surroundings of a run: versions, MPI, BLAS, cores, hosts, git, variables.
 
 Each rank looks around itself (`_here`), and rank 0 puts together what all ranks say (`gather`).
-What all ranks have alike stands once, as rank 0 has it; `different` lists what others have in its
-place.
+Versions, BLAS and variables are those of rank 0.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from mpipipe.job import (
     group_of,
     launcher_size,
     oversubscribed,
-    oversubscribed_threads,
     own_cores,
     runtime,
     single_cores,
@@ -56,7 +54,6 @@ JOB = (
     "LSB_JOBID",
     "FLUX_JOB_ID",
 )
-COMPARED = ("mpipipe", "python", "packages", "blas", "variables")
 GIT_SECONDS = 5.0  # for one question to git, whose files may be on a slow disk
 
 
@@ -77,10 +74,9 @@ def gather(comm: Communicator | None = None, gpus: bool = True) -> Values | None
         or None. `job`: numbers of the batch system. `ranks`: their number. `hosts`: name,
         processor, cores, memory, GPUs and ranks of each host; memory in bytes. `binding`: rank,
         host, the cores that it may run on, such as "0-3,8", and the threads with which it would
-        train. `oversubscribed` and `oversubscribed_threads`: a sentence if ranks, or their threads,
-        are more than their cores; else None. `blas`: each library of numpy with its kernels and
+        train. `oversubscribed`: a sentence if ranks, or their threads, are more than their cores;
+        else None. `blas`: each library of numpy with its kernels and
         threads. `variables`: those of this package, of threads, of GPUs and of MPI that are set.
-        `different`: what of all this other ranks have in another way.
 
     Examples
     --------
@@ -123,11 +119,9 @@ def gather(comm: Communicator | None = None, gpus: bool = True) -> Values | None
         "ranks": comm.size,
         "hosts": _hosts(everyone),
         "binding": binding,
-        "oversubscribed": oversubscribed(binding),
-        "oversubscribed_threads": oversubscribed_threads(single),
+        "oversubscribed": oversubscribed(single),
         "blas": first["blas"],
         "variables": first["variables"],
-        "different": _different(everyone),
     }
 
 
@@ -225,19 +219,6 @@ def _hosts(everyone: Sequence[Values]) -> list[Values]:
         host = groups.setdefault(place["host"]["host"], {**place["host"], "ranks": []})
         host["ranks"].append(rank)
     return [{**host, "ranks": cores_text(host["ranks"])} for host in groups.values()]
-
-
-def _different(everyone: Sequence[Values]) -> list[Values]:
-    """Return what ranks have in another way than rank 0, equal ranks together."""
-    groups: dict[str, tuple[Values, list[int]]] = {}
-    for rank, place in enumerate(everyone):
-        others = {}
-        for name in COMPARED:
-            if place[name] != everyone[0][name]:
-                others[name] = place[name]
-        if others:
-            groups.setdefault(repr(others), (others, []))[1].append(rank)
-    return [{"ranks": cores_text(ranks), **others} for others, ranks in groups.values()]
 
 
 def _folder() -> str | None:

@@ -98,12 +98,8 @@ def described(surroundings: Values) -> dict[str, str]:
         "threads": "\n".join(_threads(surroundings)),
         "free memory": "\n".join(memory) or "not known",
     }
-    crowded = surroundings["oversubscribed_threads"]
-    warnings = [
-        surroundings["oversubscribed"],
-        crowded and f"{crowded}: {REMEDY}",
-        _idle(surroundings),
-    ]
+    crowded = surroundings["oversubscribed"]
+    warnings = [crowded and f"{crowded}: {REMEDY}", _idle(surroundings)]
     if any(warnings):
         facts["warning"] = "\n".join(filter(None, warnings))
     return facts

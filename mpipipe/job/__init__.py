@@ -44,7 +44,6 @@ if TYPE_CHECKING:
         cores_text,
         fair_shares,
         oversubscribed,
-        oversubscribed_threads,
         own_cores,
         parse_cores,
         share_of_cores,
