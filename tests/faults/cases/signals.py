@@ -26,7 +26,7 @@ def _interrupted(to):
     """Ctrl-C: MPICH hands it on to the ranks, Open MPI ends them without a word and returns 1."""
     return (
         _from_outside("SIGINT", to, " of MPICH", mpi="mpich", code=INTERRUPTED, reports=1),
-        _from_outside("SIGINT", to, " of Open MPI", mpi="openmpi", clean=True),
+        _from_outside("SIGINT", to, " of Open MPI", mpi="openmpi"),
     )
 
 
