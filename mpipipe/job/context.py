@@ -19,11 +19,12 @@ from weakref import WeakValueDictionary
 
 from mpipipe.errors import PeerError
 from mpipipe.job import settings
-from mpipipe.job.types import Advancing, GroupName, Inspectable, RankWait
+from mpipipe.job.types import Advancing, GroupName, Inspectable
 from mpipipe.trace import Recorder
 
 if TYPE_CHECKING:
     from mpipipe.job.group import RankGroup
+    from mpipipe.job.wait import LongWait
     from mpipipe.job.watch.watchdog import Watchdog
 
 # Seconds for which a wait gives way to others before it sleeps: the time of a large message.
@@ -94,7 +95,7 @@ class RankContext:
         if settings.oversubscribed():
             self.patience = OVERSUBSCRIBED_YIELD_SECONDS
             self.pause = OVERSUBSCRIBED_PAUSE_SECONDS
-        self.long_waits: list[RankWait] = []  # one for each thread that waits
+        self.long_waits: list[LongWait] = []  # one for each thread that waits
         self.long_waits_begun = 0
         self.watchdog: Watchdog | None = None  # None before the first group
         self.watch_limit = settings.watchdog()  # seconds without progress that are a hang

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
-
-from mpipipe.errors import MismatchError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -72,15 +68,3 @@ class Inspectable(Protocol):
 
     def snapshot(self) -> Snapshot:
         """Return how far it has come; called from any thread, while it runs."""
-
-
-@dataclass(eq=False)
-class RankWait:
-    """A long wait, as the watchdog sees it."""
-
-    what: object
-    members: Sequence[int]  # the world ranks that must come
-    meeting: Meeting | None  # the call to which they all must come; None: a message of one
-    start: float  # time.perf_counter() then
-    note: str = ""  # others read it after `what`
-    error: MismatchError | None = None  # found by the watchdog; ends the wait

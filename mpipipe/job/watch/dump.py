@@ -13,7 +13,8 @@ from typing import NamedTuple, TypeAlias
 
 from mpipipe.job import report
 from mpipipe.job.context import RankContext
-from mpipipe.job.types import GroupName, Meeting, Ranks, RankWait, Snapshot
+from mpipipe.job.types import GroupName, Meeting, Ranks, Snapshot
+from mpipipe.job.wait import LongWait
 
 
 class Waits(NamedTuple):
@@ -67,9 +68,9 @@ def make_dump(context: RankContext, rank: int, quiet: float, states: Mapping[int
     )
 
 
-def _waits_of(wait: RankWait) -> Waits:
+def _waits_of(wait: LongWait) -> Waits:
     seconds = time.perf_counter() - wait.start
-    return Waits(f"{wait.what}{wait.note}", seconds, tuple(wait.members), wait.meeting)
+    return Waits(f"{wait.what}{wait.note}", seconds, wait.members, wait.meeting)
 
 
 def _where(frame: FrameType | None) -> str:

@@ -34,7 +34,8 @@ from mpipipe.job.consensus import spread
 from mpipipe.job.context import RankContext, current_rank
 from mpipipe.job.report import abort_job
 from mpipipe.job.requests import own
-from mpipipe.job.types import Communicator, MpiCommunicator, MpiRequest, Ranks, RankWait
+from mpipipe.job.types import Communicator, MpiCommunicator, MpiRequest, Ranks
+from mpipipe.job.wait import LongWait
 from mpipipe.job.watch import verdict
 from mpipipe.job.watch.dump import UNKNOWN, Dump, Dumps, RankPlace, make_dump
 
@@ -69,7 +70,7 @@ class WatchChannel:
 class Question:
     """A question of one watchdog to all the others of a channel."""
 
-    wait: RankWait
+    wait: LongWait
     channel: WatchChannel
     asked: float  # time.monotonic() then
     quiet: float  # seconds without progress until then
@@ -248,7 +249,7 @@ class Watchdog:
 
     # -- asking ------------------------------------------------------------------------------------
 
-    def _ask(self, wait: RankWait) -> None:
+    def _ask(self, wait: LongWait) -> None:
         """Ask all ranks where they are, if this one has waited for long.
 
         Before their first common call nothing is known but who has not come.
