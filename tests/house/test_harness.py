@@ -9,7 +9,6 @@ RANKS = 3
 HEADER = """
 import time
 import pytest
-from hypothesis import given, strategies as st
 from mpi4py import MPI
 
 RANK = MPI.COMM_WORLD.rank
@@ -100,17 +99,6 @@ def test_too_many(subcomm):
 def test_expected_on_one(comm):
     assert RANK != 1
 
-@given(st.integers(0, 1000))
-def test_example(comm, n):
-    got = comm.sendrecv(n, (RANK + 1) % comm.size, source=(RANK - 1) % comm.size)
-    assert RANK != 1 or n < 500, "too large here"
-    assert got == n
-
-@given(st.integers(0, 2**40), st.data())
-def test_same_examples(comm, n, data):
-    more = data.draw(st.integers())
-    assert comm.allgather((n, more)) == [(n, more)] * comm.size
-
 def test_part(subcomm):
     part = subcomm(2)
     assert (part is None) == (RANK >= 2)
@@ -132,8 +120,6 @@ def test_next(comm):
         "test_leak_in_a_part": ["PASSED", "ERROR"],
         "test_skipped_by_one": ["FAILED"],
         "test_expected_on_one": ["XFAIL"],
-        "test_example": ["FAILED"],
-        "test_same_examples": ["PASSED"],
         "test_part": ["PASSED"],
         "test_next": ["PASSED"],
     }
@@ -151,11 +137,9 @@ def test_next(comm):
         "rank(s) 1 skipped (Skipped: not here), rank(s) 0, 2 did not",
         "needs 99 ranks, here are 3",
         "2 skipped",
-        "too large here",
     ):
         assert text in job.stdout, text
     assert job.stdout.count("failed on rank(s) 2 of 3; above: rank 2") == 2
-    assert "Flaky" not in job.stdout
 
 
 @pytest.mark.long
