@@ -162,30 +162,26 @@ def test_wrong():
 
 
 @pytest.mark.long
-def test_rank_that_fails_while_its_peers_wait_ends_the_job_with_its_text_and_their_stacks(session):
-    job = session("""
+@pytest.mark.parametrize(
+    ("fails", "limit", "says", "stacks"),
+    [  # a failed rank speaks after half of the limit, long before the others reach theirs
+        ("RANK == 1", 8, ["never seen by the others", "[rank 1]", "peers did not end this test"], RANKS - 1),
+        ("False", 3, ["no end of", "test_sample.py::test_hang"], RANKS),
+    ],
+)
+def test_a_job_that_hangs_ends_with_the_text_of_a_rank_that_failed_and_the_stacks_of_the_others(
+    session, fails, limit, says, stacks
+):
+    job = session(f"""
 def wait_for_ever(comm):
-    comm.Barrier()
-
-def test_hang(comm):
-    assert RANK != 1, "never seen by the others"
-    wait_for_ever(comm)
-""", limit=8)  # fmt: skip  # the failed rank speaks after half of that, long before the others reach their limit
-    assert job.returncode != 0
-    assert "never seen by the others" in job.stderr, job
-    assert "[rank 1]" in job.stderr and "peers did not end this test" in job.stderr
-    assert job.stderr.count("in wait_for_ever") == 2
-
-
-@pytest.mark.long
-def test_job_that_hangs_on_all_ranks_ends_with_the_stack_of_each(session):
-    job = session("""
-def test_hang(comm):
     comm.recv(source=(RANK + 1) % comm.size)
-""", limit=3)  # fmt: skip
-    assert job.returncode != 0
-    assert "no end of" in job.stderr and "test_sample.py::test_hang" in job.stderr, job
-    assert job.stderr.count("in test_hang") == RANKS
+
+def test_hang(comm):
+    assert not {fails}, "never seen by the others"
+    wait_for_ever(comm)
+""", limit=limit)  # fmt: skip
+    assert job.returncode != 0 and all(text in job.stderr for text in says), job
+    assert job.stderr.count("in wait_for_ever") == stacks
 
 
 def test_launched_job_knows_nothing_of_the_job_around_it(launch, monkeypatch):
