@@ -58,7 +58,7 @@ def info(
     root = True
     placement: list[str] = []
     try:
-        facts |= {name: value for name, value in describe.describe().items() if name not in facts}
+        facts |= describe.describe()
         root = runtime.mpi().COMM_WORLD.rank == 0
         placement = _placement(runtime.world())
         facts |= {"NCCL": describe.nccl(runtime.world()), "CUDA graphs": describe.graphs()}

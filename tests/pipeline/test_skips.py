@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from support import dense, skip_nets
+from support.late_messages import late_messages
 
 from mpipipe import Branches, Pipeline, nn, schedules, tracing
 from mpipipe.errors import ArgumentError, MismatchError, StageError
@@ -235,7 +236,8 @@ def test_received_arrays_that_are_handed_on_are_copied():
         return result.input_grads, output
 
     for seed in range(3):
-        found = inprocess.run(5, job, synchronous=True, seed=seed, delay=0.002)
+        with late_messages(seed):
+            found = inprocess.run(5, job, synchronous=True)
         np.testing.assert_allclose(found[4][1], 3 * inputs)
         np.testing.assert_allclose(np.concatenate(found[0][0]), 3 * 2 * 3 * inputs / inputs.size)
 
