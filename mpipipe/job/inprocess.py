@@ -119,7 +119,7 @@ def _look_for_hang(
         return
     dumps = {}
     for rank, context in enumerate(contexts):
-        dumps[rank] = make_dump(context, rank, quiet, {})
+        dumps[rank] = make_dump(context, rank, quiet)
     error: MpipipeError | None = verdict.mismatch(dumps)
     if error is None and quiet > limit:
         error = HangError(

@@ -25,7 +25,6 @@ from mpipipe.job.group import RankGroup, group_of
 from mpipipe.job.report import abort_job, heading, write
 from mpipipe.job.stop_signals import StopSignals, parse_signals
 from mpipipe.job.types import Communicator
-from mpipipe.job.watch.dump import GONE
 from mpipipe.job.watch.watchdog import FORWARD_SECONDS
 
 PREEMPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, "try again later"
@@ -217,7 +216,7 @@ class Preemption(StopSignals):
         watchdog = self.group.context.watchdog
         if watchdog is None or self.reason or self._closed:
             return False
-        return GONE in watchdog.states_on_host().values()
+        return watchdog.neighbour_has_ended
 
     def _end(self, text: str, code: int) -> None:
         """End the job; the lowest rank that comes to it reports, where no other has."""

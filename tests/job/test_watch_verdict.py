@@ -1,6 +1,9 @@
 """What dumps mean together, and the watchdog of ranks that are threads."""
 
+import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,12 +24,16 @@ from mpipipe.job.watch.verdict import judge, mismatch, report_lines
 CALL = ((0, 1), 7)
 
 
+def place_of(pid, host=None):
+    return RankPlace(host or socket.gethostname(), pid, True)
+
+
 def state_of(pid):
-    return RankPlace("node", pid, True).state
+    return place_of(pid).state
 
 
-def dump(rank, *waits, snapshots=(), ended=False, states=(), reached=()):
-    return Dump(rank, "node", 5.0, waits, tuple(snapshots), ended, "job.py:3 in f", dict(states), dict(reached))
+def dump(rank, *waits, snapshots=(), ended=False, reached=()):
+    return Dump(rank, "node", 5.0, waits, tuple(snapshots), ended, "job.py:3 in f", dict(reached))
 
 
 def for_rank(peer, text="a message"):
@@ -101,13 +108,12 @@ def test_a_rank_that_is_seen_before_its_own_call_is_no_circle():
     assert mismatch({0: dump(0, for_all(2), reached={}), 1: dump(1, reached={(0, 1): 7})}) is None
 
 
-def test_what_neighbours_saw_of_a_silent_rank_is_told():
-    silent = {2: RankPlace("node", 77, True)}
-    text = "rank 2 on node (process 77) is silent: it has not answered for 6 s; "
-    (found,) = verdict(dump(0, for_rank(2), states={2: "it is asleep"}), silent=silent)
-    assert found == text + "it is asleep"
-    (found,) = verdict(dump(0, for_rank(2)), silent=silent)
-    assert found == text + ("nothing is known of its process: a slow node, a lost one, or one without a watchdog")
+def test_of_a_silent_rank_on_another_host_nothing_is_known():
+    (found,) = verdict(dump(0, for_rank(2)), silent={2: place_of(os.getpid(), "node")})
+    assert re.fullmatch(
+        r"rank 2 on node \(process \d+\) is silent: it has not answered for 6 s; nothing is known of its process: .*",
+        found,
+    )
 
 
 def test_ranks_that_wait_for_the_same_are_one_line():
@@ -160,8 +166,7 @@ def test_a_process_that_is_stopped_is_told_from_one_that_has_died():
 def test_a_process_that_runs_sleeps_or_waits_for_a_disk_is_named_as_that(monkeypatch, status, text):
     monkeypatch.setattr(Path, "read_text", lambda path: status if path == Path("/proc/77/status") else 1 / 0)
     assert state_of(77) == text
-    silent = {2: RankPlace("node", 77, True)}
-    (found,) = verdict(dump(0, for_rank(2), states={2: state_of(77)}), silent=silent)
+    (found,) = verdict(dump(0, for_rank(2)), silent={2: place_of(77)})
     assert found.endswith(f"it has not answered for 6 s; {text}") and "ended" not in found
 
 

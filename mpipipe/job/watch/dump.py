@@ -36,7 +36,6 @@ class Dump(NamedTuple):
     active: tuple[Snapshot, ...]  # the plans that are in an action
     ended: bool  # whether its program is over
     where: str  # the line of code that it is in
-    states: Mapping[int, str]  # world rank -> state of a process on this host
     # The number of the last call that it has begun, of all that it may come to by itself: none
     # where a thread waits and another goes on.
     reached: Mapping[GroupName, int] | None = None
@@ -45,7 +44,7 @@ class Dump(NamedTuple):
 Dumps: TypeAlias = Mapping[int, Dump]  # world rank -> what it says
 
 
-def make_dump(context: RankContext, rank: int, quiet: float, states: Mapping[int, str]) -> Dump:
+def make_dump(context: RankContext, rank: int, quiet: float) -> Dump:
     """Describe a rank that has been quiet so long."""
     reached = None
     if context.single_threaded(context.thread):
@@ -63,7 +62,6 @@ def make_dump(context: RankContext, rank: int, quiet: float, states: Mapping[int
         active=active,
         ended=context.ended,
         where=_where(sys._current_frames().get(thread or 0)),
-        states=states,
         reached=reached,
     )
 
@@ -109,7 +107,9 @@ class RankPlace(NamedTuple):
 
     @property
     def state(self) -> str:
-        """The state of a process on this host, in words; "" where it cannot be known."""
+        """The state of the process, in words; "" where it cannot be known, as on another host."""
+        if self.host != socket.gethostname():
+            return ""
         try:
             status = Path(f"/proc/{self.pid}/status").read_text()
         except FileNotFoundError:

@@ -34,7 +34,7 @@ def judge(
     """
     culprits = []
     for rank, place in (silent or {}).items():
-        culprits.append(_silence(rank, place, quiet, dumps))
+        culprits.append(_silence(rank, place, quiet))
     blockers = {rank: _blockers(dump, dumps) for rank, dump in dumps.items()}
     blocking = set().union(*blockers.values())
     for rank, dump in dumps.items():
@@ -129,15 +129,13 @@ def _named(dump: Dump) -> str:
     return f"rank {dump.rank} on {dump.host}"
 
 
-def _silence(rank: int, place: RankPlace, quiet: float, dumps: Dumps) -> str:
+def _silence(rank: int, place: RankPlace, quiet: float) -> str:
     if not place.host:
         return (
             f"rank {rank} does not answer: it has left, has not called mpipipe yet, or one "
             "call keeps it busy"
         )
-    state = ""
-    for dump in dumps.values():
-        state = dump.states.get(rank, state)
+    state = place.state
     name = f"rank {rank} on {place.host} (process {place.pid})"
     if not place.threaded and state in ("", *BUSY):
         return (

@@ -37,7 +37,7 @@ from mpipipe.job.requests import own
 from mpipipe.job.types import Communicator, MpiCommunicator, MpiRequest, Ranks
 from mpipipe.job.wait import LongWait
 from mpipipe.job.watch import verdict
-from mpipipe.job.watch.dump import UNKNOWN, Dump, Dumps, RankPlace, make_dump
+from mpipipe.job.watch.dump import GONE, UNKNOWN, Dump, Dumps, RankPlace, make_dump
 
 if TYPE_CHECKING:
     from mpipipe.job.group import RankGroup
@@ -122,11 +122,13 @@ class Watchdog:
         having = [x for x in self.channels if x.places.keys() >= set(members)]
         return max(having, key=lambda channel: len(channel.places), default=None)
 
-    def states_on_host(self) -> dict[int, str]:
-        """Return the state of the process of each world rank on the host of this one."""
-        host = socket.gethostname()
-        places = {rank: place for x in tuple(self.channels) for rank, place in x.places.items()}
-        return {rank: place.state for rank, place in places.items() if place.host == host}
+    @property
+    def neighbour_has_ended(self) -> bool:
+        """Whether the process of some rank on this host has ended."""
+        for channel in tuple(self.channels):
+            if any(place.state == GONE for place in channel.places.values()):
+                return True
+        return False
 
     def blame(self) -> str:
         """Say what others do that keeps this rank waiting, after "; "; "" if that is not known."""
@@ -242,10 +244,7 @@ class Watchdog:
             question.answers[member] = dump
 
     def _dump(self) -> Dump:
-        states = {}
-        if self.quiet >= self.context.watch_limit:
-            states = self.states_on_host()
-        return make_dump(self.context, runtime.world().rank, self.quiet, states)
+        return make_dump(self.context, runtime.world().rank, self.quiet)
 
     # -- asking ------------------------------------------------------------------------------------
 
