@@ -157,7 +157,6 @@ def _watching_os_exit(world: JobRanks) -> Iterator[None]:
             leaving.set()
             write(f"{world.head}\n  os._exit({status}) was called: the other ranks cannot go on\n")
             faulthandler.dump_traceback(all_threads=False)
-            report.wait_for_launcher()  # a program that ends meanwhile waits below
             abort_job(runtime.world(), status & 0xFF or 1)
         original(status)
 

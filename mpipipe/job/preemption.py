@@ -25,7 +25,6 @@ from mpipipe.job.group import RankGroup, group_of
 from mpipipe.job.report import abort_job, heading, write
 from mpipipe.job.stop_signals import StopSignals, parse_signals
 from mpipipe.job.types import Communicator
-from mpipipe.job.watch.watchdog import FORWARD_SECONDS
 
 PREEMPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, "try again later"
 CALL = "Preemption.due"
@@ -228,7 +227,6 @@ class Preemption(StopSignals):
             size = runtime.world().size
         if text:
             write(f"{heading(world, size)}\n  {text}\n")
-            time.sleep(FORWARD_SECONDS)
         if not usable:
             os._exit(code)
         abort_job(runtime.world(), code)

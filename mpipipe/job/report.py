@@ -128,8 +128,8 @@ def _unread(descriptor: int) -> int:
 def abort_job(world: MpiCommunicator, code: int) -> NoReturn:
     """End the job by MPI_Abort.
 
-    The main thread first waits until the launcher has read what was written, and no Ctrl-C keeps it
-    from the end. Any other thread ends the job at once, for the program would go on meanwhile.
+    It first waits until the launcher has read what was written, and no Ctrl-C keeps the main thread
+    from the end.
 
     `world` is COMM_WORLD, no duplicate of it: on a duplicate MPICH ends one rank after the other,
     and its launcher may return 0 then, as if the job had been a success.
@@ -139,7 +139,7 @@ def abort_job(world: MpiCommunicator, code: int) -> NoReturn:
     try:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            wait_for_launcher()
+        wait_for_launcher()
     finally:
         world.Abort(code)
         os.kill(os.getpid(), signal.SIGKILL)

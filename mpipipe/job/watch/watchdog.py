@@ -50,8 +50,6 @@ JOIN_SECONDS = 2.0
 PLACE_BYTES = 512
 # That one look counts for, or three periods: this process may have been stopped meanwhile.
 MOST_SECONDS = 0.3
-# For the launcher to hand the report on: it may lose what comes just before an abort.
-FORWARD_SECONDS = 1.0
 # Between two looks while somebody asks: a long answer needs several.
 HASTE_SECONDS = 0.02
 
@@ -295,7 +293,6 @@ class Watchdog:
         try:
             verdict.publish(dumps, silent, world.rank, world.size)
         finally:
-            time.sleep(FORWARD_SECONDS)
             abort_job(world, verdict.HUNG)
 
 
