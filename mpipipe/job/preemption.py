@@ -22,7 +22,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.job import rank_list, runtime
 from mpipipe.job.context import finalized
 from mpipipe.job.group import RankGroup, group_of
-from mpipipe.job.report import abort_job, heading, write
+from mpipipe.job.report import abort_job, heading, turn, write
 from mpipipe.job.stop_signals import StopSignals, parse_signals
 from mpipipe.job.types import Communicator
 
@@ -31,9 +31,6 @@ CALL = "Preemption.due"
 ASKED = "Preemption.asked"
 GRACE = 600.0
 FOLLOWS = "the job leaves after the step under way; a second signal ends it at once"
-# seconds between ranks that end the job at once: the lowest one reports
-STAGGER = 0.2
-MOST_STAGGER = 3.0
 
 
 class Preempted(SystemExit):
@@ -220,7 +217,7 @@ class Preemption(StopSignals):
     def _end(self, text: str, code: int) -> None:
         """End the job; the lowest rank that comes to it reports, where no other has."""
         world = self.group.world_rank
-        time.sleep(min(MOST_STAGGER, STAGGER * world))
+        time.sleep(turn(world))
         usable = not finalized() and runtime.threads_allowed()
         size = self.group.size
         if usable:

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, cast
 from mpipipe.job import communicators, runtime, settings
 from mpipipe.job.consensus import spread
 from mpipipe.job.context import RankContext, current_rank
-from mpipipe.job.report import abort_job
+from mpipipe.job.report import abort_job, turn
 from mpipipe.job.requests import own
 from mpipipe.job.types import Communicator, MpiCommunicator, MpiRequest, Ranks
 from mpipipe.job.wait import LongWait
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from mpipipe.job.group import RankGroup
 
 logger = logging.getLogger("mpipipe")
-STAGGER = 0.2  # seconds between ranks: the lowest that waits asks first
-MOST_STAGGERED = 25
 JOIN_SECONDS = 2.0
 # The place where a rank runs, pickled, takes no more.
 PLACE_BYTES = 512
@@ -258,7 +256,7 @@ class Watchdog:
             if wait.meeting is not None:
                 patience = min(patience, verdict.TELL_SECONDS)
         rank = runtime.world().rank
-        patience += STAGGER * min(rank, MOST_STAGGERED)
+        patience += turn(rank)
         if self.quiet < max(patience, self._again):
             return
         if channel is None:
