@@ -1,8 +1,7 @@
 """Surroundings of a run: versions, MPI, BLAS, cores, hosts, git, variables.
 
-Each rank looks around itself (`_here`), and rank 0 puts together what all ranks say (`gather`).
-What all ranks have alike stands once, as rank 0 has it; `different` lists what others have in its
-place.
+Each rank says where it runs (`_here`), and rank 0 puts that together (`gather`). Versions, BLAS and
+variables are those of rank 0.
 """
 
 from __future__ import annotations
@@ -20,13 +19,11 @@ from mpipipe import __version__, arrays, processor
 from mpipipe.comm import mpi_library
 from mpipipe.job import (
     Communicator,
-    collect,
     cores_text,
     fair_shares,
     group_of,
     launcher_size,
     oversubscribed,
-    oversubscribed_threads,
     own_cores,
     runtime,
     single_cores,
@@ -56,16 +53,15 @@ JOB = (
     "LSB_JOBID",
     "FLUX_JOB_ID",
 )
-COMPARED = ("mpipipe", "python", "packages", "blas", "variables")
 GIT_SECONDS = 5.0  # for one question to git, whose files may be on a slow disk
 
 
 def gather(comm: Communicator | None = None, gpus: bool = True) -> Values | None:
     """Return what a run on these ranks depends on, as plain values, on rank 0; else None.
 
-    Collective over `comm`, by default COMM_WORLD, on which no other messages are under way.
-    `mpipipe train` writes it into its output folder, as environment.json. With `gpus` it looks for
-    GPUs, which imports CuPy. BackendError is raised where there is no MPI.
+    Collective over `comm`, by default COMM_WORLD. `mpipipe train` writes it into its output folder,
+    as environment.json. With `gpus` it looks for GPUs, which imports CuPy. BackendError is raised
+    where there is no MPI.
 
     Returns
     -------
@@ -77,10 +73,9 @@ def gather(comm: Communicator | None = None, gpus: bool = True) -> Values | None
         or None. `job`: numbers of the batch system. `ranks`: their number. `hosts`: name,
         processor, cores, memory, GPUs and ranks of each host; memory in bytes. `binding`: rank,
         host, the cores that it may run on, such as "0-3,8", and the threads with which it would
-        train. `oversubscribed` and `oversubscribed_threads`: a sentence if ranks, or their threads,
-        are more than their cores; else None. `blas`: each library of numpy with its kernels and
-        threads. `variables`: those of this package, of threads, of GPUs and of MPI that are set.
-        `different`: what of all this other ranks have in another way.
+        train. `oversubscribed`: a sentence if ranks, or their threads, are more than their cores;
+        else None. `blas`: each library of numpy with its kernels and threads. `variables`: those of
+        this package, of threads, of GPUs and of MPI that are set.
 
     Examples
     --------
@@ -91,10 +86,10 @@ def gather(comm: Communicator | None = None, gpus: bool = True) -> Values | None
     (2, [0, 1], None)
     """
     comm = runtime.resolve(comm)
-    everyone = collect(group_of(comm), comm, _here(gpus))
-    if everyone is None:
+    everyone = group_of(comm).gather("the surroundings of all ranks", _here(gpus))
+    if comm.rank > 0:
         return None
-    first = everyone[0]
+    packages = versions()
     promise = launcher_size(os.environ)
     shares = fair_shares([(place["host"]["host"], place["single_cores"]) for place in everyone])
     binding = []
@@ -109,13 +104,13 @@ def gather(comm: Communicator | None = None, gpus: bool = True) -> Values | None
         binding.append(bound)
         single.append({**bound, "cores": cores_text(place["single_cores"])})
     return {
-        "mpipipe": first["mpipipe"],
+        "mpipipe": packages.pop("mpipipe"),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": [sys.executable, *sys.orig_argv[1:]],
         "folder": _folder(),
         "git": git_commit(),
-        "python": first["python"],
-        "packages": first["packages"],
+        "python": {"version": packages.pop("python"), "executable": sys.executable},
+        "packages": packages,
         "system": platform.platform(),
         "mpi": None if runtime.in_process(comm) else mpi_library(),
         "launcher": None if promise is None else {"variable": promise[0], "ranks": promise[1]},
@@ -123,11 +118,9 @@ def gather(comm: Communicator | None = None, gpus: bool = True) -> Values | None
         "ranks": comm.size,
         "hosts": _hosts(everyone),
         "binding": binding,
-        "oversubscribed": oversubscribed(binding),
-        "oversubscribed_threads": oversubscribed_threads(single),
-        "blas": first["blas"],
-        "variables": first["variables"],
-        "different": _different(everyone),
+        "oversubscribed": oversubscribed(single),
+        "blas": blas(),
+        "variables": _variables(),
     }
 
 
@@ -174,17 +167,8 @@ def _git(folder: str, *words: str) -> str | None:
 
 
 def _here(gpus: bool) -> Values:
-    """Return what this rank has to tell."""
-    packages = versions()
-    python = {"version": packages.pop("python"), "executable": sys.executable}
-    variables = {}
-    for name, value in sorted(os.environ.items()):
-        if name.startswith(PREFIXES) and name not in NO_CHOICE:
-            variables[name] = value
+    """Return where this rank runs."""
     return {
-        "mpipipe": packages.pop("mpipipe"),
-        "python": python,
-        "packages": packages,
         "host": {
             "host": socket.gethostname(),
             "processor": processor.line_of("/proc/cpuinfo", "model name") or platform.processor(),
@@ -196,9 +180,16 @@ def _here(gpus: bool) -> Values:
         "cores": own_cores(),
         "single_cores": single_cores(),
         "chosen_threads": processor.chosen_threads(),
-        "blas": blas(),
-        "variables": variables,
     }
+
+
+def _variables() -> dict[str, str]:
+    """Return the variables of this process that change a run."""
+    variables = {}
+    for name, value in sorted(os.environ.items()):
+        if name.startswith(PREFIXES) and name not in NO_CHOICE:
+            variables[name] = value
+    return variables
 
 
 def blas() -> list[Values]:
@@ -225,19 +216,6 @@ def _hosts(everyone: Sequence[Values]) -> list[Values]:
         host = groups.setdefault(place["host"]["host"], {**place["host"], "ranks": []})
         host["ranks"].append(rank)
     return [{**host, "ranks": cores_text(host["ranks"])} for host in groups.values()]
-
-
-def _different(everyone: Sequence[Values]) -> list[Values]:
-    """Return what ranks have in another way than rank 0, equal ranks together."""
-    groups: dict[str, tuple[Values, list[int]]] = {}
-    for rank, place in enumerate(everyone):
-        others = {}
-        for name in COMPARED:
-            if place[name] != everyone[0][name]:
-                others[name] = place[name]
-        if others:
-            groups.setdefault(repr(others), (others, []))[1].append(rank)
-    return [{"ranks": cores_text(ranks), **others} for others, ranks in groups.values()]
 
 
 def _folder() -> str | None:

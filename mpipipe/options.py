@@ -100,9 +100,9 @@ def _shown(limit: float) -> str:
 # -- Options as the fields of a configuration, a dataclass -----------------------------------------
 
 
-def option(default: object, text: str, key: bool = True, **description: Any) -> Any:
+def option(default: object, text: str, **description: Any) -> Any:
     """Return the field of a configuration with its default, help, and Option."""
-    return field(default=default, metadata={"option": Option(text, key=key, **description)})
+    return field(default=default, metadata={"option": Option(text, key=True, **description)})
 
 
 def kinds_of(config: type) -> dict[str, type]:

@@ -15,19 +15,18 @@ os.environ.setdefault("MPIPIPE_HALVES", "numpy")  # the reference, on any proces
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from gpu_emulator.fixture import a_gpu, an_emulated_gpu  # noqa: E402
-from hypothesis import HealthCheck, Phase, settings  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 from mpi4py import MPI  # noqa: E402
 from support import harness, ledger  # noqa: E402
 from support.launch import run_job  # noqa: E402
 
-# every rank must draw the same examples: no randomness, no database, nothing that depends on the clock
+# the same examples in every run: no randomness, no database, nothing that depends on the clock
 settings.register_profile(
     "mpi",
     derandomize=True,
     database=None,
     deadline=None,
     print_blob=False,
-    phases=[Phase.explicit, Phase.generate] if MPI.COMM_WORLD.size > 1 else list(Phase),  # one rank alone cannot shrink
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("mpi")
@@ -53,6 +52,7 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(marker)
         if harness.is_collective(item):
             item.add_marker("ranks")
+            assert not hasattr(item.obj, "hypothesis"), f"{item.nodeid}: ranks together draw no examples"
         if harness.starts_jobs(item):
             item.add_marker("jobs")
 

@@ -189,7 +189,7 @@ class SaveTask:
         return self._bytes, self._doing, self.work.ended
 
     def snapshot(self) -> Snapshot:
-        return Snapshot((-1, self.checkpoint.step))
+        return Snapshot()
 
     def __str__(self) -> str:
         done = f"{self._bytes >> 20} of {self._all_bytes >> 20} MiB"

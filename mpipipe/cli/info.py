@@ -58,7 +58,7 @@ def info(
     root = True
     placement: list[str] = []
     try:
-        facts |= {name: value for name, value in describe.describe().items() if name not in facts}
+        facts |= describe.describe()
         root = runtime.mpi().COMM_WORLD.rank == 0
         placement = _placement(runtime.world())
         facts |= {"NCCL": describe.nccl(runtime.world()), "CUDA graphs": describe.graphs()}
@@ -98,12 +98,8 @@ def described(surroundings: Values) -> dict[str, str]:
         "threads": "\n".join(_threads(surroundings)),
         "free memory": "\n".join(memory) or "not known",
     }
-    crowded = surroundings["oversubscribed_threads"]
-    warnings = [
-        surroundings["oversubscribed"],
-        crowded and f"{crowded}: {REMEDY}",
-        _idle(surroundings),
-    ]
+    crowded = surroundings["oversubscribed"]
+    warnings = [crowded and f"{crowded}: {REMEDY}", _idle(surroundings)]
     if any(warnings):
         facts["warning"] = "\n".join(filter(None, warnings))
     return facts

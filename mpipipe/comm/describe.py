@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 
 from mpipipe import arrays
 from mpipipe.comm.nccl.channel import agree_on_nccl
@@ -25,8 +24,6 @@ def describe() -> dict[str, str]:
     """Describe MPI for `python -m mpipipe info`; collective. Raises BackendError without MPI."""
     library = mpi_library()
     comm = mpi().COMM_WORLD
-    group = group_of(comm)
-    hosts = group.gather("info: the hosts", mpi().Get_processor_name())
     import mpi4py
 
     launcher = "none seen"
@@ -34,7 +31,7 @@ def describe() -> dict[str, str]:
     if promise is not None:
         launcher = f"promises {counted(promise[1], 'rank')} ({promise[0]})"
     awareness = "no GPU"
-    if _has_gpus(group):
+    if _has_gpus(group_of(comm)):
         awareness = str(gpu_aware.detect(comm))
     return {
         "MPI": library["library"],
@@ -42,11 +39,9 @@ def describe() -> dict[str, str]:
         "mpi4py": mpi4py.__version__,
         "ranks": str(comm.size),
         "launcher": launcher,
-        "hosts": ", ".join(f"{host} x {hosts.count(host)}" for host in sorted(set(hosts))),
         "thread level": library["thread_level"],
         "largest tag": str(tag_upper_bound(comm)),
         "GPU-aware MPI": awareness,
-        "python": sys.version.split()[0],
     }
 
 

@@ -99,8 +99,6 @@ class Mailbox:
         # Receives in the order of `incoming`.
         self.posted: deque[tuple[ReceiveBuffer, Request, Envelope]] = deque()
         self.incoming: Iterator[Incoming] = iter(())
-        self.announced: Envelope | None = None  # its header is awaited
-        self.sent: list[Envelope] = []  # still under way, or sent in this call
         self.polls = 0  # a sign of progress
         self.recorder: Recorder | None = None
 
@@ -124,8 +122,6 @@ class Mailbox:
         `schedule` is what `receive_schedule` returned.
         """
         self.incoming = iter(schedule)
-        self.announced = None
-        self.sent = [envelope for _, envelope in self.outgoing]
         for _ in range(window):
             self._post_next()
 
@@ -149,17 +145,9 @@ class Mailbox:
         self._post_next()
         return slot
 
-    @property
-    def awaited(self) -> Envelope | None:
-        """The message that is taken next, as far as it is known."""
-        if self.posted:
-            return self.posted[0][2]
-        return self.announced
-
     def take_header(self, envelope: Envelope) -> bytes:
         """Return the header of a message whose shapes are not known yet."""
         header = np.empty(HEADER_BYTES, np.uint8)
-        self.announced = envelope
         request = own(self.transport.irecv(header, envelope.peer, *envelope.header))
         wait_for(request, envelope, self.group, peer=envelope.peer)
         return header.tobytes().rstrip(b"\0")
@@ -185,7 +173,6 @@ class Mailbox:
         self.outgoing.append(
             (self.transport.isend(header, envelope.peer, *envelope.header), envelope)
         )
-        self.sent.append(envelope)
 
     def put(self, envelope: Envelope, arrays: Sequence[Array]) -> None:
         """Send C-contiguous arrays; they must not change until the step has ended. Never waits."""
@@ -196,7 +183,6 @@ class Mailbox:
             outgoing.popleft()
         for array in arrays:
             outgoing.append((self.transport.isend(array, envelope.peer, *envelope.data), envelope))
-        self.sent.append(envelope)
 
     def put_array(self, start: Start, envelope: Envelope, array: Array) -> None:
         """Do what `put` does for one array, by the transport's `sender`, without recording."""
@@ -205,7 +191,6 @@ class Mailbox:
             outgoing.popleft()
         _, tag = envelope.data
         outgoing.append((start(array, envelope.peer, tag), envelope))
-        self.sent.append(envelope)
 
     def release(self, lease: Lease) -> None:
         """Give buffers back; on a device, work queued so far may still read them."""

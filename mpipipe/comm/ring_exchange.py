@@ -9,34 +9,13 @@ from __future__ import annotations
 
 from collections import deque
 from threading import get_ident
-from typing import NamedTuple
 
 from mpipipe.arrays import Array
 from mpipipe.comm.transport.gpu_aware import make_transport
-from mpipipe.job import Communicator, Message, Request, Snapshot, group_of, own
+from mpipipe.job import Communicator, Request, Snapshot, group_of, own
 
 ROTATIONS = ("overlap", "sendrecv")
 TAG = 1
-KEPT = 8  # exchanges that a report of a hang knows, for each rank
-
-
-class RingMessage(NamedTuple):
-    """One message of an exchange, with its number and the rank at its other end."""
-
-    what: str
-    number: int
-    peer: int
-    nbytes: int
-    receives: bool
-
-    @property
-    def subject(self) -> str:
-        return f"message {self.number} of the {self.what}"
-
-    def __str__(self) -> str:
-        if self.receives:
-            return f"{self.subject} from rank {self.peer} (tag {TAG}, {self.nbytes} bytes)"
-        return f"{self.subject} to be received by {self.peer}"
 
 
 class RingExchange:
@@ -48,10 +27,10 @@ class RingExchange:
         self.what = what
         self.group = group_of(comm)
         self.transport = make_transport(comm, 1, synchronous, device, self.group)
-        self.pending: deque[tuple[RingMessage, Request]] = deque()
+        # What a message is, the rank at its other end, and its request.
+        self.pending: deque[tuple[str, int, Request]] = deque()
         self.started = self.polls = 0
         self.thread = 0  # the one that has started the last exchange
-        self.last: deque[RingMessage] = deque(maxlen=KEPT * self.group.size)  # sent
         self.group.context.add_inspectable(self)
 
     def start(
@@ -66,26 +45,26 @@ class RingExchange:
         """
         self.started += 1
         self.thread = get_ident()
-        transport = self.transport
+        message = f"message {self.started} of the {self.what}"
         if incoming is not None:
-            message = RingMessage(self.what, self.started, source, incoming.nbytes, True)
-            self.pending.append((message, own(transport.irecv(incoming, source, 0, TAG))))
+            text = f"{message} from rank {source} (tag {TAG}, {incoming.nbytes} bytes)"
+            request = own(self.transport.irecv(incoming, source, 0, TAG))
+            self.pending.append((text, source, request))
         if outgoing is not None:
-            message = RingMessage(self.what, self.started, dest, outgoing.nbytes, False)
-            self.last.append(message)
-            self.pending.append((message, own(transport.isend(outgoing, dest, 0, TAG))))
+            request = own(self.transport.isend(outgoing, dest, 0, TAG))
+            self.pending.append((f"{message} to be received by {dest}", dest, request))
         if mode == "sendrecv":
             self.finish()
 
     def poll(self) -> None:
         self.polls += 1
         if not self.transport.progress() and self.pending:
-            self.pending[0][1].Test()
+            self.pending[0][2].Test()
 
     def finish(self) -> None:
         while self.pending:
-            message, request = self.pending[0]
-            self.group.wait(request, message, message.peer)
+            message, peer, request = self.pending[0]
+            self.group.wait(request, message, peer)
             self.pending.popleft()
 
     # -- for the report of a hang ------------------------------------------------------------------
@@ -94,24 +73,9 @@ class RingExchange:
         return self.started, self.polls, len(self.pending)
 
     def snapshot(self) -> Snapshot:
-        doing = ""
-        expects = None
-        for message, _ in tuple(self.pending)[:1]:
-            doing = f"exchange {message.number} of a {self.what}"
-            if message.receives:
-                expects = self._described(message)
-        return Snapshot(
-            self.group.key,
-            doing=doing,
-            computes=doing != "",
-            thread=self.thread,
-            expects=expects,
-            sent=tuple(map(self._described, tuple(self.last))),
-        )
-
-    def _described(self, message: RingMessage) -> Message:
-        member = self.group.members[message.peer]
-        return Message((message.number,), message.subject, member, (0, TAG), message.nbytes)
+        if not self.pending:
+            return Snapshot()
+        return Snapshot(f"exchange {self.started} of a {self.what}", True, self.thread)
 
     def close(self) -> None:
         """Free the communicator; collective."""

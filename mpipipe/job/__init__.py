@@ -6,7 +6,7 @@ where a rank stands      runtime (world), settings, cores, types
 its state                context
 agreement                group: also what is known of others; consensus, communicators
 waiting                  wait, requests
-hangs                    flight, watch/
+hangs                    watch/
 the end of a job         exit, report
 a job that is preempted  preemption, stop_signals
 ranks without MPI        inprocess
@@ -44,14 +44,12 @@ if TYPE_CHECKING:
         cores_text,
         fair_shares,
         oversubscribed,
-        oversubscribed_threads,
         own_cores,
         parse_cores,
         share_of_cores,
         single_cores,
     )
     from mpipipe.job.exit import Stop, run_or_abort
-    from mpipipe.job.flight import Message, Snapshot
     from mpipipe.job.group import RankGroup, collect, group_of
     from mpipipe.job.preemption import Preemption, parse_duration
     from mpipipe.job.report import (
@@ -74,6 +72,7 @@ if TYPE_CHECKING:
         MpiCommunicator,
         ReplicaSum,
         Request,
+        Snapshot,
         Testable,
     )
     from mpipipe.job.wait import Condition, ThreadTask, wait_for, wait_locally

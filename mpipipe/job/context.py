@@ -14,18 +14,17 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakValueDictionary
 
 from mpipipe.errors import PeerError
 from mpipipe.job import settings
-from mpipipe.job.flight import Inspectable
-from mpipipe.job.types import Advancing, GroupName, RankWait
+from mpipipe.job.types import Advancing, GroupName, Inspectable
 from mpipipe.trace import Recorder
 
 if TYPE_CHECKING:
     from mpipipe.job.group import RankGroup
+    from mpipipe.job.wait import LongWait
     from mpipipe.job.watch.watchdog import Watchdog
 
 # Seconds for which a wait gives way to others before it sleeps: the time of a large message.
@@ -96,11 +95,10 @@ class RankContext:
         if settings.oversubscribed():
             self.patience = OVERSUBSCRIBED_YIELD_SECONDS
             self.pause = OVERSUBSCRIBED_PAUSE_SECONDS
-        self.long_waits: list[RankWait] = []  # one for each thread that waits
+        self.long_waits: list[LongWait] = []  # one for each thread that waits
         self.long_waits_begun = 0
         self.watchdog: Watchdog | None = None  # None before the first group
         self.watch_limit = settings.watchdog()  # seconds without progress that are a hang
-        self.report_folder: Path | None = None  # for a report of one; None: the working folder
         self.ended = False  # whether the program of this rank is over
         self.unwritten = False  # some output could not be written: its exit code is 1 then
         self.recorders: set[Recorder] = set()  # note the waits of this rank

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -26,46 +26,39 @@ def own_cores() -> str:
 
 
 def oversubscribed(binding: Sequence[Place]) -> str | None:
-    """Return a sentence such as "4 ranks share 2 cores"; None if each rank has its own."""
-    full = _fullest(binding, len)
+    """Return a sentence such as "4 ranks share 2 cores", for the cores with most threads each.
+
+    With several threads for a rank it is such as "rank 0 has 4 threads on 1 core of n1". None if
+    each thread has a core of its own.
+    """
+    full = _fullest(binding)
     if full is None:
         return None
-    text = f"share {counted(full.cores, 'core')}"
+    cores = counted(full.cores, "core")
+    ranks = rank_list.named(full.ranks)
+    if full.threads > len(full.ranks):
+        verb = "have"
+        if len(full.ranks) == 1:
+            verb = "has"
+        return (
+            f"{rank_list.named(full.ranks)} {verb} {full.threads} threads on {cores} of {full.host}"
+        )
     if len(full.ranks) == len(binding):
-        return f"{len(full.ranks)} ranks {text}"
-    return f"{rank_list.named(full.ranks)} {text} on {full.host}"
-
-
-def oversubscribed_threads(binding: Sequence[Place]) -> str | None:
-    """Return a sentence such as "rank 0 has 4 threads on 1 core of n1", or None."""
-
-    def load(places: Sequence[Place]) -> int:
-        threads = [place["threads"] for place in places]
-        if max(threads, default=1) <= 1:
-            return 0
-        return sum(threads)
-
-    full = _fullest(binding, load)
-    if full is None:
-        return None
-    verb = "have"
-    if len(full.ranks) == 1:
-        verb = "has"
-    place = f"{counted(full.cores, 'core')} of {full.host}"
-    return f"{rank_list.named(full.ranks)} {verb} {full.load} threads on {place}"
+        return f"{len(full.ranks)} ranks share {cores}"
+    return f"{ranks} share {cores} on {full.host}"
 
 
 class Full(NamedTuple):
-    """Cores of a host with more load than one for each."""
+    """Cores of a host with more threads than one for each."""
 
     ranks: list[int]
-    load: int
+    threads: int
     cores: int
     host: str
 
 
-def _fullest(binding: Sequence[Place], load: Callable[[Sequence[Place]], int]) -> Full | None:
-    """Return the cores that have most load each; None if none has more than 1."""
+def _fullest(binding: Sequence[Place]) -> Full | None:
+    """Return the cores that have most threads each; None if none has more than 1."""
     worst = 1.0
     fullest = None
     on_host: dict[str, list[Place]] = {}
@@ -75,15 +68,15 @@ def _fullest(binding: Sequence[Place], load: Callable[[Sequence[Place]], int]) -
         places = on_host[host]
         sets = [parse_cores(place["cores"]) for place in places]
         for cores in {frozenset().union(*sets), *sets}:
-            inside = []
+            ranks = []
+            threads = 0
             for place, allowed in zip(places, sets):
                 if allowed and allowed <= cores:
-                    inside.append(place)
-            total = load(inside)
-            if cores and total / len(cores) > worst:
-                worst = total / len(cores)
-                ranks = [place["rank"] for place in inside]
-                fullest = Full(ranks, total, len(cores), host)
+                    ranks.append(place["rank"])
+                    threads += place["threads"]
+            if cores and threads / len(cores) > worst:
+                worst = threads / len(cores)
+                fullest = Full(ranks, threads, len(cores), host)
     return fullest
 
 

@@ -36,10 +36,10 @@ from mpipipe.job.report import (
     AGREED,
     GRACE,
     INTERRUPTED,
-    STAGGER,
     abort_job,
     describe_error,
     heading,
+    turn,
     write,
 )
 from mpipipe.job.requests import own
@@ -157,7 +157,6 @@ def _watching_os_exit(world: JobRanks) -> Iterator[None]:
             leaving.set()
             write(f"{world.head}\n  os._exit({status}) was called: the other ranks cannot go on\n")
             faulthandler.dump_traceback(all_threads=False)
-            report.wait_for_launcher()  # a program that ends meanwhile waits below
             abort_job(runtime.world(), status & 0xFF or 1)
         original(status)
 
@@ -251,7 +250,7 @@ def _all_ends(world: JobRanks, end: ExitReport) -> np.ndarray:
     has_told = False
     # of several ranks with a cause the lowest reports first; where the rank with the cause cannot,
     # the lowest other one
-    patience = 2 * GRACE + STAGGER * rank
+    patience = 2 * GRACE + turn(rank)
     if end.cause == ExitCause.CAUSE:
         patience = GRACE + min(2.0, 0.25 * rank)
     while not request.Test():

@@ -30,8 +30,6 @@ def run(
     function: Callable[[ThreadCommunicator], Result],
     *,
     synchronous: bool = False,
-    delay: float = 0.0,
-    seed: int = 0,
     tag_ub: int = 32767,
 ) -> list[Result]:
     """Call `function(comm)` on `ranks` threads: each is a rank.
@@ -44,9 +42,6 @@ def run(
         What every rank runs. Its argument is this rank's communicator of all ranks.
     synchronous : bool
         Whether every Isend behaves as Issend.
-    delay, seed : float, int
-        Each message becomes visible after a random time of up to `delay` seconds; order is kept as
-        in MPI.
     tag_ub : int
         The largest tag.
 
@@ -71,7 +66,7 @@ def run(
     """
     if not isinstance(ranks, int) or ranks < 1:
         raise ArgumentError("ranks", found=repr(ranks), expected="an integer of at least 1")
-    world = World(ranks, synchronous, delay, seed, tag_ub)
+    world = World(ranks, synchronous, tag_ub)
     results: dict[int, Result] = {}
     errors: dict[int, BaseException] = {}
 
@@ -124,12 +119,12 @@ def _look_for_hang(
         return
     dumps = {}
     for rank, context in enumerate(contexts):
-        dumps[rank] = make_dump(context, rank, quiet, {})
+        dumps[rank] = make_dump(context, rank, quiet)
     error: MpipipeError | None = verdict.mismatch(dumps)
     if error is None and quiet > limit:
         error = HangError(
             f"no rank has made progress for {quiet:.1f} s",
-            found="\n    ".join(verdict.judge(dumps).lines()),
+            found="\n    ".join(verdict.report_lines(dumps)),
             remedy=verdict.REMEDY,
         )
     if error is None:

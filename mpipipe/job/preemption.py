@@ -22,20 +22,15 @@ from mpipipe.errors import ArgumentError
 from mpipipe.job import rank_list, runtime
 from mpipipe.job.context import finalized
 from mpipipe.job.group import RankGroup, group_of
-from mpipipe.job.report import abort_job, heading, write
+from mpipipe.job.report import abort_job, heading, turn, write
 from mpipipe.job.stop_signals import StopSignals, parse_signals
 from mpipipe.job.types import Communicator
-from mpipipe.job.watch.dump import GONE
-from mpipipe.job.watch.watchdog import FORWARD_SECONDS
 
 PREEMPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, "try again later"
 CALL = "Preemption.due"
 ASKED = "Preemption.asked"
 GRACE = 600.0
 FOLLOWS = "the job leaves after the step under way; a second signal ends it at once"
-# seconds between ranks that end the job at once: the lowest one reports
-STAGGER = 0.2
-MOST_STAGGER = 3.0
 
 
 class Preempted(SystemExit):
@@ -217,19 +212,18 @@ class Preemption(StopSignals):
         watchdog = self.group.context.watchdog
         if watchdog is None or self.reason or self._closed:
             return False
-        return GONE in watchdog.states_on_host().values()
+        return watchdog.neighbour_has_ended
 
     def _end(self, text: str, code: int) -> None:
         """End the job; the lowest rank that comes to it reports, where no other has."""
         world = self.group.world_rank
-        time.sleep(min(MOST_STAGGER, STAGGER * world))
+        time.sleep(turn(world))
         usable = not finalized() and runtime.threads_allowed()
         size = self.group.size
         if usable:
             size = runtime.world().size
         if text:
             write(f"{heading(world, size)}\n  {text}\n")
-            time.sleep(FORWARD_SECONDS)
         if not usable:
             os._exit(code)
         abort_job(runtime.world(), code)

@@ -61,6 +61,6 @@ def by_text(texts: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
     return ranks_of
 
 
-def grouped(texts: Iterable[tuple[int, str]], size: int | None = None) -> list[str]:
+def grouped(texts: Iterable[tuple[int, str]]) -> list[str]:
     """Return texts such as "ranks 0-2: done", one for all ranks that say the same."""
-    return [f"{named(ranks, size)}: {text}" for text, ranks in by_text(texts).items()]
+    return [f"{named(ranks)}: {text}" for text, ranks in by_text(texts).items()]

@@ -27,12 +27,16 @@ from mpipipe.job.types import MpiCommunicator
 # Seconds: for peers to come to their end after an error, and for the rank with the cause to report
 # first.
 GRACE = 3.0
-STAGGER = 0.2  # seconds between ranks that report in its place
 TAKEN_SECONDS = 2.0  # for the launcher to read what this rank has written: it may be stopped
 AGREED = 2  # exit code for an error that all ranks raise alike, and for wrong usage
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 STANDARD = sysconfig.get_path("stdlib") + os.sep
 INTERRUPTED = 130  # shells: 128 + SIGINT
+
+
+def turn(rank: int) -> float:
+    """Return the seconds after which a rank speaks: the lowest one speaks for all."""
+    return min(5.0, 0.2 * rank)
 
 
 def heading(rank: int, size: int) -> str:
@@ -128,8 +132,8 @@ def _unread(descriptor: int) -> int:
 def abort_job(world: MpiCommunicator, code: int) -> NoReturn:
     """End the job by MPI_Abort.
 
-    The main thread first waits until the launcher has read what was written, and no Ctrl-C keeps it
-    from the end. Any other thread ends the job at once, for the program would go on meanwhile.
+    It first waits until the launcher has read what was written, and no Ctrl-C keeps the main thread
+    from the end.
 
     `world` is COMM_WORLD, no duplicate of it: on a duplicate MPICH ends one rank after the other,
     and its launcher may return 0 then, as if the job had been a success.
@@ -139,7 +143,7 @@ def abort_job(world: MpiCommunicator, code: int) -> NoReturn:
     try:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            wait_for_launcher()
+        wait_for_launcher()
     finally:
         world.Abort(code)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -220,7 +224,7 @@ def _at_exit() -> None:
             # with the cause.
             seconds = 1.0 + min(1.0, 0.05 * world.rank)
             if getattr(error, "reported_elsewhere", False):
-                seconds = 2 * GRACE + STAGGER * world.rank
+                seconds = 2 * GRACE + turn(world.rank)
             time.sleep(seconds)
             write(
                 f"mpipipe: rank {world.rank} of {world.size} died of {type(error).__name__}: the "

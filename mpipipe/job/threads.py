@@ -1,8 +1,7 @@
 """The communicator of ranks that are threads: the methods of mpi4py's that mpipipe uses.
 
 It is stricter than MPI: a receive must have exactly the sender's length and dtype, all ranks must
-call the same collective, and nothing may be left unreceived at the end. Sends can be synchronous,
-and messages can be delayed at random.
+call the same collective, and nothing may be left unreceived at the end. Sends can be synchronous.
 
 This module has the names of mpi4py.MPI that the methods of a communicator go with, so that
 `runtime.library_of(comm)` can hand out either module: Comm, COMM_WORLD, COMM_TYPE_SHARED, IN_PLACE
@@ -11,7 +10,6 @@ and TAG_UB.
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections import defaultdict
@@ -52,11 +50,9 @@ class World:
     Nothing happens by itself: as in MPI, messages advance when somebody tests a request.
     """
 
-    def __init__(self, ranks: int, synchronous: bool, delay: float, seed: int, tag_ub: int) -> None:
+    def __init__(self, ranks: int, synchronous: bool, tag_ub: int) -> None:
         self.synchronous = synchronous
-        self.delay = delay
         self.tag_ub = tag_ub
-        self.random = random.Random(seed)
         self.lock = threading.RLock()
         self.sent: dict[Box, list[ThreadRequest]] = defaultdict(list)
         self.posted: dict[Box, list[ThreadRequest]] = defaultdict(list)
@@ -90,12 +86,11 @@ class World:
             sent = self.sent[box]
             posted = self.posted[box]
             for receive in list(posted):
-                for message in filter(receive.takes, sent):
-                    if message.visible <= time.monotonic():
-                        posted.remove(receive)
-                        sent.remove(message)
-                        receive.complete(message)
-                    break
+                message = next(filter(receive.takes, sent), None)
+                if message is not None:
+                    posted.remove(receive)
+                    sent.remove(message)
+                    receive.complete(message)
 
     def check_nothing_left(self, context: Context | None = None) -> None:
         """Raise InProcessError for a message or a receive alone; None: in any communicator."""
@@ -120,7 +115,6 @@ class ThreadRequest:
     source: int
     tag: int
     array: np.ndarray
-    visible: float = 0.0  # time.monotonic() from which on a receive finds it
     done: bool = False
     error: InProcessError | None = None
 
@@ -130,18 +124,20 @@ class ThreadRequest:
 
     def complete(self, sent: ThreadRequest) -> None:
         """Copy the message, which must fit exactly."""
-        self.done = sent.done = True
         found = (sent.array.nbytes, sent.array.dtype)
         expected = (self.array.nbytes, self.array.dtype)
         if found == expected:
             self.array.reshape(-1)[...] = sent.array.reshape(-1)
-            return
-        self.error = InProcessError(
-            f"message from rank {sent.source} with tag {sent.tag} does not fit the receive buffer",
-            rank=self.box[1],
-            found=f"{found[0]} bytes of {found[1]}",
-            expected=f"{expected[0]} of {expected[1]}",
-        )
+        else:
+            text = f"message from rank {sent.source} with tag {sent.tag} does not fit"
+            self.error = InProcessError(
+                f"{text} the receive buffer",
+                rank=self.box[1],
+                found=f"{found[0]} bytes of {found[1]}",
+                expected=f"{expected[0]} of {expected[1]}",
+            )
+        # The other rank may look at any time, and must find the data then.
+        self.done = sent.done = True
 
     def Test(self) -> bool:
         self.world.progress(self.box)
@@ -209,8 +205,7 @@ class ThreadCommunicator:
         for what, number, largest in limits:
             if not 0 <= number <= largest:
                 raise InProcessError(what, rank=self.rank, found=number, expected=f"0 to {largest}")
-        visible = time.monotonic() + world.random.uniform(0, world.delay)
-        message = ThreadRequest(world, (self.context, dest), self.rank, tag, buf, visible)
+        message = ThreadRequest(world, (self.context, dest), self.rank, tag, buf)
         with world.lock:
             world.sent[message.box].append(message)
         return message
@@ -223,9 +218,7 @@ class ThreadCommunicator:
 
     def Iprobe(self) -> bool:
         with self.world.lock:
-            now = time.monotonic()
-            sent = self.world.sent[self.context, self.rank]
-            return any(message.visible <= now for message in sent)
+            return bool(self.world.sent[self.context, self.rank])
 
     # -- collectives -------------------------------------------------------------------------------
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
-
-from mpipipe.errors import MismatchError
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -55,13 +51,20 @@ GroupName: TypeAlias = tuple[int, ...]
 Meeting: TypeAlias = tuple[GroupName, int]
 
 
-@dataclass(eq=False)
-class RankWait:
-    """A long wait, as the watchdog sees it."""
+class Snapshot(NamedTuple):
+    """How far an object that follows a plan has come, as values that can be pickled."""
 
-    what: object
-    members: Sequence[int]  # the world ranks that must come
-    meeting: Meeting | None  # the call to which they all must come; None: a message of one
-    start: float  # time.perf_counter() then
-    note: str = ""  # others read it after `what`
-    error: MismatchError | None = None  # found by the watchdog; ends the wait
+    doing: str = ""  # the action under way, in words; "" between calls
+    # Whether that action runs code of the user, or of a layer, rather than waits for a message.
+    computes: bool = False
+    thread: int = 0  # the one that runs it
+
+
+class Inspectable(Protocol):
+    """An object that follows a plan; it is asked how far it has come only when a job hangs."""
+
+    def progress_token(self) -> object:
+        """Return a value that changes with every progress; called often, from any thread."""
+
+    def snapshot(self) -> Snapshot:
+        """Return how far it has come; called from any thread, while it runs."""

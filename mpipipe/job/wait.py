@@ -28,7 +28,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from mpipipe.errors import StallError
+from mpipipe.errors import MismatchError, StallError
 from mpipipe.job import settings
 from mpipipe.job.context import (
     Failure,
@@ -38,7 +38,7 @@ from mpipipe.job.context import (
     peer_error,
     whoami,
 )
-from mpipipe.job.types import Meeting, Ranks, RankWait, Testable
+from mpipipe.job.types import Meeting, Ranks, Testable
 
 if TYPE_CHECKING:
     from mpipipe.job.group import RankGroup
@@ -103,8 +103,11 @@ def _advancing_first(context: RankContext, test: Callable[[], bool]) -> Callable
     return advance_and_test
 
 
-class LongWait(RankWait):
+class LongWait:
     """A wait that has become long: a rank looks around meanwhile. Arguments as of `wait_for`.
+
+    The watchdog reads which ranks, `members`, must come, and the call to which all of them must
+    come, `meeting`; None is a message of one. An `error` that it finds ends the wait.
 
     Before there is a group, the world ranks `making` make a communicator together. Such a rank can
     send nothing but word of its end. The wait may still last `grace` seconds then, for what the
@@ -121,7 +124,12 @@ class LongWait(RankWait):
         meeting: Meeting | None = None,
         grace: float = 0.0,
     ) -> None:
-        super().__init__(what or "other ranks", making, meeting, time.perf_counter())
+        self.what = what or "other ranks"
+        self.members = making
+        self.meeting = meeting
+        self.note = ""  # others read it after `what`
+        self.start = time.perf_counter()
+        self.error: MismatchError | None = None
         if group is not None and peer is not None:
             member = group.members[peer]
             self.members = (member,)

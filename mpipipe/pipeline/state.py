@@ -6,9 +6,6 @@ Nothing extra is noted for an action. The clock makes two marks for each action 
 
     marks  0 . . 1 . . 2 . . 3        an even number: the next action waits for its message
            |0F0 |     |0F1 |          an odd number: an action computes
-
-The mailbox keeps which messages it has sent. A message that must have left by now, according to the
-plan, and has not, was skipped.
 """
 
 from __future__ import annotations
@@ -17,9 +14,8 @@ import weakref
 from functools import lru_cache
 from threading import get_ident
 
-from mpipipe.comm import Envelope
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError
-from mpipipe.job import Ballot, Message, Snapshot, digest, is_rank, whoami
+from mpipipe.job import Ballot, Snapshot, digest, is_rank, whoami
 from mpipipe.pipeline.batch import BatchFacts
 from mpipipe.pipeline.construction import AgreedRanks
 from mpipipe.pipeline.executor import Executor
@@ -34,7 +30,6 @@ REMEDY = (
     f"call {', '.join(CALLS[:-1])} and {CALLS[-1]} on all ranks, in the same order and with "
     "the same arguments"
 )
-SENT = 64  # messages of a call that a dump names
 
 
 class PipelineState:
@@ -175,53 +170,23 @@ class PipelineState:
     # -- How far it is, for the report of a job that hangs
 
     def progress_token(self) -> object:
-        mailbox = self.executor.messages.mailbox
         call = self.executor.call
-        return self.running, len(call.marks if call else ()), len(mailbox.sent), mailbox.polls
+        marks = call.marks if call else ()
+        return self.running, len(marks), self.executor.messages.mailbox.polls
 
     def snapshot(self) -> Snapshot:
         call = self.executor.call
-        idle = Snapshot(self.pipe.key)
         if call is None or not self.running:
-            return idle
-        mailbox = self.executor.messages.mailbox
+            return Snapshot()
         done, computes = divmod(len(call.marks), 2)
-        steps = call.plan.steps
-        ended = done
-        # The last action may not have sent all of its own messages yet.
-        if done and not computes and not self.pipe.context.long_waits:
-            ended -= 1
-        sent = mailbox.sent
-        sent_by_now = set(sent)
-        skipped = []
-        for step in steps[:ended]:
-            skipped += [message for message in step.sends if message not in sent_by_now]
-        account = idle._replace(
-            call=call.number,
-            doing=f"the end of {call.title}",
-            computes=bool(computes),
-            thread=self.thread,
-            sent=tuple(map(self._message, sent[-SENT:])),
-            skipped=tuple(map(self._message, skipped)),
-        )
-        if done == len(steps):
-            return account
-        action = steps[done]
-        expects = None
-        if not computes and mailbox.awaited in action.receives:
-            expects = self._message(mailbox.awaited)
-        return account._replace(
-            doing=f"{NAMES[action.op]} of stage {action.stage}, micro-batch {action.unit}, "
-            f"in {call.title}",
-            stage=action.stage,
-            microbatch=action.unit,
-            expects=expects,
-        )
-
-    def _message(self, envelope: Envelope) -> Message:
-        peer = self.pipe.members[envelope.peer]
-        nbytes = self.executor.messages.bytes_of(envelope)
-        return Message(envelope.name, envelope.subject, peer, envelope.data, nbytes)
+        doing = f"the end of {call.title}"
+        if done < len(call.plan.steps):
+            action = call.plan.steps[done]
+            doing = (
+                f"{NAMES[action.op]} of stage {action.stage}, micro-batch {action.unit}, "
+                f"in {call.title}"
+            )
+        return Snapshot(doing, bool(computes), self.thread)
 
 
 _code = lru_cache(maxsize=16)(digest)  # the next call nearly always has the same facts

@@ -98,14 +98,18 @@ def find_plan(
 
 def _places(group: RankGroup) -> tuple[int, int, str]:
     """Find out how ranks share nodes and cores; collective."""
-    place_here = {"rank": group.rank, "host": socket.gethostname(), "cores": own_cores()}
-    everyone = group.gather("plan: the cores", (place_here, processor.thread_count()))
-    places, threads = zip(*everyone)
+    place_here = {
+        "rank": group.rank,
+        "host": socket.gethostname(),
+        "cores": own_cores(),
+        "threads": processor.thread_count(),
+    }
+    places = group.gather("plan: the cores", place_here)
     text = oversubscribed(places) or ""
     if text:
         text += ": times depend on who waits meanwhile, and predictions are rough"
     most = max(Counter(place["host"] for place in places).values())
-    return most, max(threads), text
+    return most, max(place["threads"] for place in places), text
 
 
 def measure(measured: MeasuredRanks) -> Profile:

@@ -63,7 +63,7 @@ def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Rec
     with checkpoint.released_at_end(owner, group):
         config = with_order(config, comm)
         made = Mesh(comm, pipe=pipe_of(config, comm.size), seq=config.seq, order=config.mesh_order)
-        with watching(config.watchdog, out), made as mesh:
+        with watching(config.watchdog), made as mesh:
             record = _train(mesh, task, config, out)
         output_folder.finish(out, comm)
         return record

@@ -76,7 +76,7 @@ def test_info_reports_once(mpipipe):
     facts = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in job.stdout.splitlines())
     assert facts["ranks"] == "2"
     assert facts["devices"] == "cpu" and facts["GPU-aware MPI"] == "no GPU"
-    assert {"MPI", "mpi4py", "python", "numpy", "BLAS", "hosts", "launcher", "thread level"} <= set(facts)
+    assert {"MPI", "mpi4py", "python", "numpy", "BLAS", "cores", "launcher", "thread level"} <= set(facts)
     assert {"CuPy", "GPU toolkit", "attention by"} <= set(facts)
 
 

@@ -10,14 +10,13 @@ from mpipipe.cli.info import described, info
 from mpipipe.comm import describe
 from mpipipe.errors import BackendError
 from mpipipe.job import inprocess
-from mpipipe.job.cores import oversubscribed, oversubscribed_threads
+from mpipipe.job.cores import oversubscribed
 
 
 def surroundings(cores, threads=1, host_cores=8):
     binding = [{"rank": rank, "host": "n1", "cores": own, "threads": threads} for rank, own in enumerate(cores)]
     hosts = [{"host": "n1", "cores": host_cores, "memory": 64 << 30, "free_memory": 48 << 30}]
-    warnings = {"oversubscribed": oversubscribed(binding), "oversubscribed_threads": oversubscribed_threads(binding)}
-    return {"binding": binding, "hosts": hosts, **warnings}
+    return {"binding": binding, "hosts": hosts, "oversubscribed": oversubscribed(binding)}
 
 
 def test_ranks_with_the_same_cores_stand_together():

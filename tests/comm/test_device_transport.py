@@ -20,7 +20,7 @@ from mpipipe.comm.transport import gpu_aware, staged
 from mpipipe.comm.transport.device import DeviceTransport
 from mpipipe.comm.transport.gpu_aware import GpuAwareness, make_transport
 from mpipipe.comm.transport.host import Transport
-from mpipipe.comm.transport.staged import SMALLEST, PinnedPool, StagedTransport
+from mpipipe.comm.transport.staged import StagedTransport
 from mpipipe.errors import ArgumentError, PeerError
 from mpipipe.job import context
 from mpipipe.job.group import RankGroup
@@ -157,18 +157,6 @@ def test_no_message_waits_for_pinned_memory_that_another_holds(gpu, comm, monkey
         assert pool.used == 0
         assert sum(map(len, pool.free.values())) <= 13  # one for each message, and the ring
     transport.close()
-
-
-def test_buffers_beyond_the_first_are_limited(gpu):
-    pool = PinnedPool(limit=4 * SMALLEST)
-    first = [pool.take(1, first=True) for _ in range(3)]
-    assert pool.take(SMALLEST, first=False) is not None
-    assert pool.take(8, first=False) is None
-    more = pool.take(SMALLEST + 1, first=True)
-    assert more.size == 2 * SMALLEST
-    for buffer in [*first, more]:
-        pool.give(buffer)
-    assert pool.take(2 * SMALLEST, first=False) is more, "buffers are used again"
 
 
 # -- the two rules, kept and broken -----------------------------------------------------------------------------------

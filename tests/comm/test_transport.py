@@ -6,7 +6,6 @@ import pytest
 from support.around import check_names, content, envelopes, go_round, neighbours
 
 from mpipipe.comm.mailbox import Mailbox
-from mpipipe.comm.transport.gpu_aware import make_transport
 from mpipipe.comm.transport.host import Transport, check_sendable
 from mpipipe.errors import ArgumentError
 from mpipipe.pipeline.units import MessageSpec
@@ -38,12 +37,6 @@ def test_long_arrays_travel_in_pieces(comm):
     transport, received = Pieces(comm), np.empty(123_457)
     go_round(comm, transport, np.arange(123_457.0) + comm.rank, received, 0, 1)
     np.testing.assert_array_equal(received, np.arange(123_457.0) + neighbours(comm)[1])
-    transport.close()
-
-
-def test_host_arrays_take_the_plain_transport(comm):
-    transport = make_transport(comm, 2)
-    assert type(transport) is Transport and len(transport.channels) == 2
     transport.close()
 
 

@@ -29,27 +29,6 @@ def test_links_to_files_lead_somewhere(page):
             assert (page.parent / target).exists(), target
 
 
-def directives(page):
-    """The lines of a page that only Sphinx understands."""
-    return [line for line in page.read_text().splitlines() if re.match(r"\s*(```|:::+)\{", line)]
-
-
-def test_pages_that_readme_leads_to_show_on_a_forge():
-    targets = LINK.findall((ROOT / "README.md").read_text())
-    pages = [ROOT / target for target in targets if target.endswith(".md")]
-    assert len(pages) >= 10
-    assert {page.name: directives(page) for page in pages if directives(page)} == {}
-
-
-def test_every_page_begins_with_a_sentence_about_its_use():
-    """Under the title stands a paragraph, not a table, a list or a heading."""
-    for page in sorted(DOCS.glob("*.md")):
-        lines = [line for line in page.read_text().splitlines() if line.strip()]
-        if page.stem in ("index", "changelog", "contributing"):
-            continue
-        assert lines[0].startswith("# ") and re.match(r"(After this page|This page|This table)", lines[1]), page.name
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_files_of_the_package_that_a_page_names_are_there(page):
     for path in re.findall(r"`((?:mpipipe|tests|docs)/[\w/.-]+)`", page.read_text()):
@@ -104,10 +83,6 @@ def test_the_version_is_one_and_addresses_of_the_project_stand_in_one_place():
         assert "mpipipe.invalid" not in path.read_text(), path
 
 
-def test_a_bug_report_asks_for_what_info_prints():
-    assert "python -m mpipipe info" in (ROOT / ".github" / "ISSUE_TEMPLATE" / "bug_report.md").read_text()
-
-
 def test_every_layer_of_nn_is_in_the_page_of_layers():
     text = (DOCS / "layers.md").read_text()
     kinds = {name: getattr(mpipipe.nn, name) for name in mpipipe.nn.__all__ if name != "Layer"}
@@ -127,12 +102,6 @@ def test_every_schedule_is_in_the_table():
     table = (DOCS / "schedule-reference.md").read_text()
     for name in {*registry.names(1), *registry.names(2), "forward_only"}:
         assert f"| `{name}(" in table, name
-
-
-def test_the_glossary_is_sorted_and_has_each_word_once():
-    words = re.findall(r"^(\w[^\n]*)\n  \w", (DOCS / "glossary.md").read_text(), re.MULTILINE)
-    assert len(words) >= 30
-    assert [word.lower() for word in words] == sorted({word.lower() for word in words})
 
 
 def script(name):

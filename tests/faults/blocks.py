@@ -2,7 +2,7 @@
 
 from typing import Any, TypeAlias
 
-from faults.fault import COMMAND, NONZERO, PLAIN, RUN, Fault
+from faults.fault import NONZERO, PLAIN, RUN, Fault
 
 Code: TypeAlias = "int | str | tuple[int, ...]"
 OPENING = """
@@ -58,11 +58,26 @@ def fail(text="wet paint"):
 
 
 """
-# python that makes a text of 400 kB, and flags of a training that takes a second
-TEXT = ("-c", "open('text.txt', 'w').write('to be or not to be\\n' * 20000)")
-SMALL = ("--dim", "16", "--layers", "4", "--heads", "2", "--hidden", "32", "--seq-len", "16", "--batch", "8")
-SMALL += ("--sample-bytes", "0", "--eval-batches", "1", "--device", "cpu")
-TRAIN = ("-m", "mpipipe", "train", *SMALL, "--steps", "3", "--data", "text.txt")
+# a training that takes a second, on whatever text there is
+SMALL = (
+    "--dim 16 --layers 4 --heads 2 --hidden 32 --seq-len 16 --batch 8 --sample-bytes 0 --eval-batches 1 --device cpu"
+)
+TRAIN = f"""
+import os, sys
+import mpipipe
+words = ["train", *"{SMALL} --steps 3 --data".split(), mpipipe.__file__]
+"""
+BY_RANK = """
+from mpi4py import MPI
+from mpipipe.cli import main
+rank = MPI.COMM_WORLD.rank
+sys.argv = ["mpipipe", *words, *{more}]
+"""
+
+
+def training(more: str, rest: str = "main()") -> str:
+    """Script text: the command `train`, with `more` words that depend on the rank."""
+    return TRAIN + BY_RANK.format(more=more) + rest
 
 
 def on(rank: int | str, code: str) -> str:
@@ -88,10 +103,4 @@ def good(name: str, body: str, kind: str = "good program", **options: Any) -> Fa
     return Fault(name, kind, OPENING + body, code=0, reports=0, quiet=True, **options)
 
 
-def command(name: str, kind: str, *arguments: str, **options: Any) -> Fault:
-    """A command line in place of a script."""
-    return Fault(name, kind, None, arguments, modes=(COMMAND,), **options)
-
-
-__all__ = ["COMMAND", "NONZERO", "OPENING", "PLAIN", "RUN", "SMALL", "TEXT", "TRAIN", "Fault"]
-__all__ += ["command", "failing", "good", "on", "refused"]
+__all__ = ["NONZERO", "OPENING", "PLAIN", "RUN", "TRAIN", "Fault", "failing", "good", "on", "refused", "training"]

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-RUN, PLAIN, COMMAND = "run", "plain", "command"
+RUN, PLAIN = "run", "plain"
 HEADING, ALONE = "mpipipe: job ended by", "mpipipe: stopped:"  # of every report: of several ranks, and of one
 NONZERO = "not 0"
 ANY = "any"
-AGREED = (0, 2, 75, 130)  # exit codes of jobs that end in order
 
 
 class Send(NamedTuple):
@@ -28,29 +27,20 @@ class Fault:
 
     name: str  # what breaks; unique
     kind: str  # the first word of its name, which chooses a class of faults
-    script: str | None = None  # text of job.py; None where `arguments` stand in its place
-    arguments: tuple[str, ...] = ()  # what follows `python` on every rank
-    arguments_of: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # and on single ranks
-    modes: tuple[str, ...] = (RUN, PLAIN)  # python -m mpipipe run job.py, python job.py, or COMMAND: python arguments
+    script: str  # text of job.py
+    modes: tuple[str, ...] = (RUN, PLAIN)  # python -m mpipipe run job.py, or python job.py
     ranks: tuple[int, ...] = (2, 4)  # 0 starts without a launcher
     mpi: str | None = None  # the only MPI that this fault is for
     env: Mapping[str, str] = field(default_factory=dict)  # environment variables of all ranks
-    env_of: Mapping[int, Mapping[str, str]] = field(default_factory=dict)  # and of single ranks
-    folders: tuple[str, ...] = ()  # working folders, dealt out to the ranks in turn
-    before: tuple[tuple[str, ...], ...] = ()  # arguments for python, run alone in the job's folder, which exits with 0
-    after: tuple[tuple[str, ...], ...] = ()  # the same when the job is over
     sends: tuple[Send, ...] = ()  # signals from outside
-    code: int | str | tuple[int, ...] = 1  # exit code or codes in modes RUN and COMMAND; NONZERO and ANY say less
+    code: int | str | tuple[int, ...] = 1  # exit code or codes in mode RUN; NONZERO and ANY say less
     plain_code: int | str | tuple[int, ...] | None = None  # and in mode PLAIN
     says: tuple[str, ...] = ()  # texts that stderr must hold; {last} is the last rank
     plain_says: tuple[str, ...] | None = None  # and in mode PLAIN
-    once: tuple[str, ...] = ()  # texts that stderr must hold exactly once, in modes RUN and COMMAND
-    prints: tuple[str, ...] = ()  # texts that stdout must hold
     never: tuple[str, ...] = ()  # texts that neither stdout nor stderr may hold
     by_all: tuple[str, ...] = ()  # texts that stdout must hold once for each rank
-    reports: int | None = 1  # lines with HEADING or ALONE in modes RUN and COMMAND; None for any
+    reports: int | None = 1  # lines with HEADING or ALONE in mode RUN; None for any
     quiet: bool = False  # whether stderr must be empty
-    clean: bool | None = None  # nothing may be left in /dev/shm; None: where the exit code is an agreed one
     limit: float = 20.0  # seconds until the job counts as hung
     quick: tuple[int, str] | None = None  # (ranks, mode) for the quick choice
 
@@ -84,8 +74,3 @@ class Case(NamedTuple):
         plain = self.mode == PLAIN and self.fault.plain_says is not None
         texts = self.fault.plain_says if plain else self.fault.says
         return [text.replace("{last}", str(self.ranks - 1)) for text in texts or ()]
-
-    @property
-    def clean(self) -> bool:
-        """Whether the job must leave nothing in /dev/shm."""
-        return self.code in AGREED if self.fault.clean is None else self.fault.clean

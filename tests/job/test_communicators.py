@@ -57,15 +57,6 @@ def test_world_ranks_of_parts(comm):
     part.Free()
 
 
-def test_parts_of_ranks_in_one_process():
-    def parts(comm):
-        part = communicators.split(communicators.duplicate(comm), comm.rank % 2, -comm.rank, "a test")
-        return communicators.world_ranks(part), communicators.world_ranks(communicators.duplicate(part)), part.rank
-
-    evens, odds = ((2, 0), (2, 0)), ((3, 1), (3, 1))
-    assert inprocess.run(4, parts) == [(*evens, 1), (*odds, 1), (*evens, 0), (*odds, 0)]
-
-
 def test_place_on_the_host(comm):
     """All ranks of these tests are on one host."""
     assert communicators.rank_on_host(comm) == comm.rank
@@ -142,13 +133,6 @@ def test_what_cannot_be_closed_is_logged_and_the_others_are_closed(comm, caplog)
         own.Free()
     assert log == ["last", "broken", "first"]
     assert ["could not be freed" in record.message for record in caplog.records] == [True]
-
-
-def test_handles_of_one_communicator_share_its_attributes(comm):
-    own = comm.Dup()
-    attributes(own)["x"] = Item("x", [])
-    assert attributes(MPI.Comm.fromint(own.toint()))["x"].name == "x"
-    own.Free()
 
 
 JOB = """

@@ -78,17 +78,11 @@ def test_errors_with_any_content_can_be_told(comm):
         def __str__(self):
             return "an odd thing"
 
+    class Own(MpipipeError):
+        """A class within a function, which nothing can pickle: it comes as its text."""
+
     error = ArgumentError("wet paint", found=Odd()) if comm.rank == 0 else None
     assert "an odd thing" in everyone_raises(comm, ArgumentError, lambda: group.agree("a call", error=error))
-    group.close()
-
-
-def test_an_error_of_a_class_that_other_ranks_do_not_have_comes_as_its_text(comm):
-    group = RankGroup(comm)
-
-    class Own(MpipipeError):
-        """A class within a function, which nothing can pickle."""
-
     error = Own("wet paint") if comm.rank == 0 else None
     with pytest.raises(MpipipeError, match="wet paint"):
         group.agree("a call", error=error)

@@ -8,23 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpipipe.job import cores as job_cores
-from mpipipe.job.cores import (
-    cores_of,
-    cores_text,
-    fair_shares,
-    oversubscribed,
-    oversubscribed_threads,
-    own_cores,
-    parse_cores,
-    share_of_cores,
-)
+from mpipipe.job.cores import cores_of, cores_text, fair_shares, oversubscribed, own_cores, parse_cores, share_of_cores
 
 CORES = 4
 SETS = [set(chosen) for count in range(1, CORES + 1) for chosen in combinations(range(CORES), count)]
 
 
 def placed(allowed, host="n1"):
-    return [{"rank": rank, "host": host, "cores": cores_text(own)} for rank, own in enumerate(allowed)]
+    return [{"rank": rank, "host": host, "cores": cores_text(own), "threads": 1} for rank, own in enumerate(allowed)]
 
 
 @given(st.lists(st.sampled_from(SETS), min_size=1, max_size=7))
@@ -40,22 +31,26 @@ def test_ranks_are_oversubscribed_where_some_cores_have_more_ranks_than_cores(al
 
 
 @pytest.mark.parametrize(
-    ("cores", "text"),
+    ("cores", "threads", "text"),
     [
-        (["0-1"] * 4, "4 ranks share 2 cores"),
-        (["0", "0", "1-7", "0-7"], "ranks 0-1 share 1 core on n1"),
-        (["0-1", "0-1"], None),
-        (["", ""], None),  # a system that does not say
+        (["0-1"] * 4, [1] * 4, "4 ranks share 2 cores"),
+        (["0", "0", "1-7", "0-7"], [1] * 4, "ranks 0-1 share 1 core on n1"),
+        (["0-1", "0-1"], [1, 1], None),
+        (["", ""], [4, 4], None),  # a system that does not say
+        (["0", "1"], [1, 4], "rank 1 has 4 threads on 1 core of n1"),
+        (["0-7"] * 4, [4] * 4, "ranks 0-3 have 16 threads on 8 cores of n1"),
     ],
 )
-def test_the_sentence_names_ranks_and_cores(cores, text):
-    assert oversubscribed([{"rank": rank, "host": "n1", "cores": own} for rank, own in enumerate(cores)]) == text
+def test_the_sentence_names_ranks_and_cores(cores, threads, text):
+    rows = enumerate(zip(cores, threads))
+    binding = [{"rank": rank, "host": "n1", "cores": own, "threads": count} for rank, (own, count) in rows]
+    assert oversubscribed(binding) == text
 
 
 def test_cores_of_two_hosts_are_not_the_same_cores():
     there = [{**place, "rank": place["rank"] + 2} for place in placed([{0}, {1}], "n2")]
     assert oversubscribed([*placed([{0}, {1}]), *there]) is None
-    assert oversubscribed([*placed([{0}, {1}]), *there, {"rank": 4, "host": "n2", "cores": "0-1"}]) == (
+    assert oversubscribed([*placed([{0}, {1}]), *there, {"rank": 4, "host": "n2", "cores": "0-1", "threads": 1}]) == (
         "ranks 2-4 share 2 cores on n2"
     )
 
@@ -120,19 +115,3 @@ def test_all_ranks_of_a_job_count_the_same_cores(comm):
     share = share_of_cores()
     assert 1 <= share <= len(parse_cores(own_cores()))
     assert share * comm.size <= max(comm.size, os.cpu_count())
-
-
-@pytest.mark.parametrize(
-    ("cores", "counts", "text"),
-    [
-        (["0", "1"], [1, 1], None),
-        (["0", "0"], [1, 1], None),  # `oversubscribed` says it
-        (["0", "1"], [1, 4], "rank 1 has 4 threads on 1 core of n1"),
-        (["0-7"] * 4, [4] * 4, "ranks 0-3 have 16 threads on 8 cores of n1"),
-        (["", ""], [4, 4], None),
-    ],
-)
-def test_threads_that_are_more_than_cores_are_named(cores, counts, text):
-    rows = enumerate(zip(cores, counts))
-    binding = [{"rank": rank, "host": "n1", "cores": own, "threads": count} for rank, (own, count) in rows]
-    assert oversubscribed_threads(binding) == text

@@ -269,21 +269,18 @@ def test_a_rank_whose_neighbour_has_died_does_not_wait_for_the_end_of_grace(laun
 import os, signal, socket, subprocess, time
 from mpipipe.job.context import RankContext
 from mpipipe.job.stop_signals import StopSignals
-from mpipipe.job.watch.dump import GONE, RankPlace
+from mpipipe.job.watch.dump import RankPlace
 from mpipipe.job.watch.watchdog import WatchChannel, Watchdog
 child = subprocess.Popen(["sleep", "60"])
 here = socket.gethostname()
 hosts = (here, os.getpid()), (here, child.pid), ("there", 2**22 + 1)
 watchdog = Watchdog(RankContext())
-places = {4 + index: RankPlace(host, pid, True, -1) for index, (host, pid) in enumerate(hosts)}
+places = {4 + index: RankPlace(host, pid, True) for index, (host, pid) in enumerate(hosts)}
 watchdog.channels.append(WatchChannel(None, places))
 ends = []
-def hopeless():
-    states = watchdog.states_on_host()
-    return set(states) == {4, 5} and states[5] == GONE != states[4]
 class Stops(StopSignals):
     def _tell(self, name): print(name)
-    def _hopeless(self): return hopeless()
+    def _hopeless(self): return watchdog.neighbour_has_ended
     def _end(self, *end): ends.append(end)
 Stops([signal.SIGTERM], 600)
 os.kill(os.getpid(), signal.SIGTERM)

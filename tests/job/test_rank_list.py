@@ -31,7 +31,6 @@ def test_ranks_that_say_the_same_are_one_text_and_several_that_are_all_of_them_a
     assert rank_list.named(range(12), 12) == "all 12 ranks"
     assert rank_list.named(range(11), 12) == "ranks 0-10"
     assert rank_list.named([0], 1) == "rank 0"
-    assert rank_list.grouped([(0, "lost"), (1, "lost")], 2) == ["all 2 ranks: lost"]
     said = [(0, "done"), (1, "done"), (2, "lost"), (3, "done")]
     assert rank_list.grouped(said) == ["ranks 0-1, 3: done", "rank 2: lost"]
 

@@ -188,29 +188,3 @@ def test_an_exception_that_a_program_only_shows_is_no_end_of_it(launch):
 def test_a_thread_that_leaves_by_os_exit_ends_the_job_before_the_program_ends(launch, end):
     job = launch(2, THREAD.replace("END", end))
     assert job.returncode != 0 and "os._exit(3) was called" in job.stderr, job
-
-
-ABORTED = """
-import os, time
-from mpipipe.job import exit as abort, exit as ending, report, runtime
-
-def abort_job(comm, *rest, real=ending.abort_job):
-    report.write(f"aborts COMM_WORLD: {comm == runtime.mpi().COMM_WORLD}\\n")
-    real(comm, *rest)
-
-def program():
-    if runtime.world().rank == 1:
-        END
-    time.sleep(60)
-
-abort.abort_job = ending.abort_job = abort_job
-abort.run_or_abort(program)
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("end", ["raise ValueError('wet paint')", "os._exit(3)"])
-def test_what_is_aborted_is_comm_world_and_no_duplicate_of_it(launch, end):
-    """MPICH's launcher may return 0 for a job whose duplicate of COMM_WORLD is aborted."""
-    job = launch(2, ABORTED.replace("END", end))
-    assert "aborts COMM_WORLD: True" in job.stderr, job

@@ -66,18 +66,6 @@ def test_a_peer_that_left_is_missed_only_in_later_calls():
         inprocess.run(2, job)
 
 
-def test_a_peer_that_left_is_missed_by_those_who_make_a_communicator_with_it():
-    def job(comm):
-        known = RankGroup(comm)
-        if comm.rank == 1:
-            known.leave()
-            return
-        with pytest.raises(PeerError, match=r"rank 1 .* left the job"):
-            RankGroup(comm)
-
-    inprocess.run(2, job)
-
-
 def test_a_rank_that_goes_on_after_its_own_failure_makes_no_communicator_with_peers_that_hear_of_it_there():
     """The cause comes after the others have raised what it told them. It raises that too, as each later try does."""
     seen = {}
@@ -294,30 +282,6 @@ def test_a_long_wait_is_warned_of_once(comm, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, logger="mpipipe"):
         wait_for(Slow(), "a friend")
     assert [record.message.endswith("for a friend") for record in caplog.records] == [True]
-
-
-def test_a_wait_drives_what_asked_for_it_until_it_rests():
-    class Engine:
-        calls = 0
-
-        def progress(self):
-            self.calls += 1
-            if self.calls == 3:
-                context.unregister_progress(self)
-
-        def Test(self):
-            return self.calls == 3
-
-    engine, other = Engine(), Engine()
-    context.register_progress(engine)
-    context.register_progress(engine)
-    context.register_progress(other)
-    wait_for(engine)
-    assert (engine.calls, other.calls) == (3, 3)
-    context.unregister_progress(other)
-    other.calls = 3
-    wait_for(other)
-    assert (engine.calls, other.calls) == (3, 3)
 
 
 def test_a_wait_drives_what_its_own_thread_uses_and_nothing_else():

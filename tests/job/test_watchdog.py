@@ -49,17 +49,11 @@ def report_of(job) -> str:
     return job.stderr
 
 
-def files_of(folder) -> dict[str, str]:
-    """What the report left: name -> text."""
-    (found,) = folder.glob("hang-*")
-    return {path.name: path.read_text() for path in found.iterdir()}
-
-
 def healthy(job, ranks=2):
     assert (job.returncode, job.stdout.count("finished"), job.stderr) == (0, ranks, "")
 
 
-def test_a_rank_that_sleeps_in_a_forward_is_named_as_computing(play, tmp_path):
+def test_a_rank_that_sleeps_in_a_forward_is_named_as_computing(play):
     body = "def breaking(_):\n    if rank == last: breaks('forward', lambda: time.sleep(1000))" + TWO_STEPS
     report = report_of(play(body, ranks=3))
     assert re.search(
@@ -68,32 +62,6 @@ def test_a_rank_that_sleeps_in_a_forward_is_named_as_computing(play, tmp_path):
         report,
     ), report
     assert "rank 1 waits for the gradient of micro-batch 0 over edge 2 from rank 2 (channel 0, tag 3)" in report
-    files = files_of(tmp_path)
-    assert sorted(files) == ["rank-2.txt", "report.txt"]
-    assert re.search(r"job.py.*in <lambda>\n", files["rank-2.txt"]) and "in run" in files["rank-2.txt"]
-    assert "  in forward of stage 2, micro-batch 0, in step (call 2)" in files["report.txt"]
-
-
-@pytest.mark.long
-def test_a_rank_that_skips_a_send_has_diverged(play):
-    breaking = """
-def breaking(pipeline):
-    mailbox = pipeline.executor.messages.mailbox
-    put, put_array = mailbox.put, mailbox.put_array
-    def forget(envelope, arrays):
-        if rank == 1 or envelope.unit != 2:
-            put(envelope, arrays)
-    def forget_array(start, envelope, array):
-        if rank == 1 or envelope.unit != 2:
-            put_array(start, envelope, array)
-    mailbox.put, mailbox.put_array = forget, forget_array
-"""
-    report = report_of(play(breaking + TWO_STEPS))
-    assert re.search(
-        r"\n  rank 0 on \S+ diverged: it has not sent the activation of micro-batch 2 over edge 1 to rank 1 "
-        r"\(channel 0, tag 9, 131072 bytes\), although it went past the action that makes it\n",
-        report,
-    ), report
 
 
 @pytest.mark.long
@@ -105,23 +73,19 @@ def test_a_rank_in_mpi_outside_of_any_call_is_named_with_its_line(play):
 
 
 @pytest.mark.long
-def test_a_rank_that_is_stopped_for_good_is_silent(play):
-    body = "def breaking(_):\n    if rank == 0: os.kill(os.getpid(), signal.SIGSTOP)" + TWO_STEPS
-    report = report_of(play(body, ranks=3))
-    assert re.search(
-        r"\n  rank 0 on \S+ \(process \d+\) is silent: it has not answered for \d+ s; it is stopped by a signal", report
-    ), report
-
-
-@pytest.mark.long
-@pytest.mark.skipif(sys.platform != "linux", reason="stacks of others are read from /proc")
-def test_a_rank_whose_interpreter_is_busy_is_silent_and_its_stack_is_read_from_outside(play, tmp_path):
-    body = "import re\ndef breaking(_):\n    if rank == 1: re.match('(a+)+$', 'a' * 60 + 'b')" + TWO_STEPS
+@pytest.mark.parametrize(
+    ("act", "state"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSTOP)", "it is stopped by a signal"),
+        ("re.match('(a+)+$', 'a' * 60 + 'b')", "it runs, but a call keeps its interpreter busy"),
+    ],
+)
+def test_a_rank_that_cannot_answer_is_silent_with_the_state_of_its_process(play, act, state):
+    body = f"import re\ndef breaking(_):\n    if rank == 0: {act}" + TWO_STEPS
     report = report_of(play(body))
-    assert re.search(r"\n  rank 1 on .* is silent: .*; it runs, but a call keeps its interpreter busy\n", report), (
+    assert re.search(rf"\n  rank 0 on \S+ \(process \d+\) is silent: it has not answered for \d+ s; {state}", report), (
         report
     )
-    assert re.search(r"job.py\", line \d+ in breaking\n", files_of(tmp_path)["rank-1.txt"])
 
 
 @pytest.mark.long
@@ -130,58 +94,37 @@ def test_a_job_that_is_stopped_as_a_whole_goes_on(play):
         deadline = time.monotonic() + 30
         while "working" not in job.stdout and time.monotonic() < deadline:
             time.sleep(0.05)
-        time.sleep(0.7)
+        time.sleep(0.3)
         for number in (signal.SIGSTOP, signal.SIGCONT):
             for pid in job.processes():
                 job.send(number, pid)
             if number == signal.SIGSTOP:
-                time.sleep(4)
+                time.sleep(2.5)
 
     body = """
 def breaking(_):
     print("working", flush=True)
-    for _ in range(20 if rank == 0 else 0):
+    for _ in range(10 if rank == 0 else 0):
         time.sleep(0.1)
 """
-    healthy(play(body + TWO_STEPS, watchdog=3, meanwhile=stop_and_go_on))
+    healthy(play(body + TWO_STEPS, watchdog=2, meanwhile=stop_and_go_on))
 
 
 @pytest.mark.long
 def test_actions_that_are_longer_than_the_limit_and_poll_between_layers_are_no_hang(play):
-    """Each forward takes 2.4 s, each layer 0.3 s, and the limit is 1 s."""
+    """Each forward takes 1.5 s, each layer 0.3 s, and the limit is 1 s."""
     body = """
 class Slow(nn.Linear):
     def forward(self, x):
         time.sleep(0.3)
         return super().forward(x)
 
-stages = [nn.Stage([Slow(64, 64) for _ in range(8)], first=rank * 8)]
+stages = [nn.Stage([Slow(64, 64) for _ in range(5)], first=rank * 5)]
 with mpipipe.Pipeline(stages, schedules.one_f_one_b(size, 1), comm, loss=loss) as pipeline:
     pipeline.evaluate(inputs, targets)
 print("finished", flush=True)
 """
     healthy(play(body, watchdog=1))
-
-
-@pytest.mark.long
-def test_a_message_of_another_tag_in_a_ring_is_named(play):
-    body = """
-from mpipipe.comm import ring_exchange
-ring()
-if rank == 1:
-    ring_exchange.TAG = 7
-ring()
-print("finished", flush=True)
-"""
-    report = report_of(play(body, ranks=3, run=False))
-    assert re.search(
-        r"\n  rank 1 on \S+ diverged: it sent message (\d+) of the ring as channel 0, tag 7, 524288 bytes; "
-        r"rank 2 expects channel 0, tag 1, 524288 bytes\n",
-        report,
-    ), report
-    assert re.search(r"\n  rank 2 waits for message \d+ of the ring from rank 1 \(tag 1, 524288 bytes\)", report), (
-        report
-    )
 
 
 @pytest.mark.long
@@ -236,8 +179,8 @@ from mpipipe.job import group_of
 rows = group_of(comm.Split({color}, rank))
 columns = group_of(comm.Split(rank % 2, rank))
 if rank < 2:
-    for number in range(6):
-        time.sleep(0.8)
+    for number in range(5):
+        time.sleep(0.6)
         rows.agree(f"row {{number}}")
 columns.agree("columns")
 print("finished", flush=True)
@@ -247,7 +190,7 @@ print("finished", flush=True)
 
 
 @pytest.mark.long
-def test_the_report_of_a_training_lies_in_its_folder(play, tmp_path):
+def test_the_configuration_of_a_training_sets_the_limit(play):
     body = """
 from mpipipe.language.models import GPT
 from mpipipe.train import TrainConfig, train
@@ -266,7 +209,6 @@ train(config, GPT)
 """
     report = report_of(play(body, watchdog=0))
     assert re.search(r"rank 0 on \S+ has been computing for \d+ s: forward of stage 0, micro-batch", report), report
-    assert "rank-0.txt" in files_of(tmp_path / "run")
 
 
 @pytest.mark.long

@@ -43,23 +43,17 @@ def fake(tmp_path):
 
 
 @pytest.mark.long
-def test_failures_with_progress_are_followed_by_another_start(fake):
-    result, starts = fake(["1", "2", "3", ""], ["137", "1", "124", "0"], MPIPIPE_RESTARTS="1")
-    assert result.returncode == 0 and starts == 4, result
-    assert "exit code 137; start 2 goes on from step-00000001" in result.stderr
-
-
-@pytest.mark.long
-def test_a_new_checkpoint_forgives_the_starts_before_it(fake):
-    result, starts = fake(["1", "", "2", "", "3"], ["9", "9", "9", "9", "0"], MPIPIPE_RESTARTS="2")
-    assert result.returncode == 0 and starts == 5, result
-
-
-@pytest.mark.long
-def test_a_job_without_progress_is_given_up(fake):
-    result, starts = fake(["1", "", "", "", ""], ["9"] * 5)
-    assert result.returncode == 9 and starts == 4, result
-    assert "3 starts in a row have ended without a new checkpoint (newest: step-00000001)" in result.stderr
+@pytest.mark.parametrize(
+    ("steps", "codes", "restarts", "code", "starts", "says"),
+    [
+        (["1", "2", "3", ""], ["137", "1", "124", "0"], "1", 0, 4, "exit code 137; start 2 goes on from step-00000001"),
+        (["1", "", "2", "", "3"], ["9", "9", "9", "9", "0"], "2", 0, 5, "start 2 goes on"),  # each one forgives
+        (["1", "", "", "", ""], ["9"] * 5, "3", 9, 4, "3 starts in a row have ended without a new checkpoint"),
+    ],
+)
+def test_failures_with_progress_are_followed_by_another_start(fake, steps, codes, restarts, code, starts, says):
+    result, count = fake(steps, codes, MPIPIPE_RESTARTS=restarts)
+    assert (result.returncode, count) == (code, starts) and says in result.stderr, result
 
 
 def test_a_job_that_never_saves_is_given_up(fake):

@@ -154,7 +154,7 @@ def test_a_message_that_was_changed_on_its_way(comm, direction, name):
         take = mailbox.take
 
         def tampered():
-            envelope = mailbox.awaited
+            envelope = mailbox.posted[0][2]
             slot = take()
             if envelope.name == (edge, AT, direction):
                 slot.buffer[1, 3] = np.nan

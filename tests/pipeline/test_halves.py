@@ -155,7 +155,7 @@ def test_random_schedules_are_refused_or_right(schedule, data, seed, kind, scale
     def job(comm):
         check_steps(comm, schedule, data, seed, kind, scale, weights=weights)
 
-    inprocess.run(schedule.ranks * data, job, synchronous=synchronous, seed=seed)
+    inprocess.run(schedule.ranks * data, job, synchronous=synchronous)
 
 
 # -- Gradients that are added up --------------------------------------------------------------------------------------

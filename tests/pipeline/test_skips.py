@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from support import dense, skip_nets
+from support.late_messages import late_messages
 
 from mpipipe import Branches, Pipeline, nn, schedules, tracing
 from mpipipe.errors import ArgumentError, MismatchError, StageError
@@ -175,7 +176,7 @@ def test_no_gradient_goes_over_skips_to_stages_without_a_backward(frozen):
         assert all(schedule.has_backward(stage) for stage in back)
 
 
-def test_reports_and_traces_name_the_skip():
+def test_messages_and_traces_name_the_skip():
     schedule = with_skips(schedules.one_f_one_b(3, 2), {"residual": (0, 2)})
     inputs, targets = batch(4, 3)
     seen = []
@@ -185,12 +186,12 @@ def test_reports_and_traces_name_the_skip():
         own = dense.placed(schedule, comm.rank, inputs, targets)
         with Pipeline(stages, schedule, comm, loss=dense.mean_squared) as pipeline:
             pipeline.step(*own)
-            flight, mailbox = pipeline.state, pipeline.executor.messages.mailbox
+            mailbox = pipeline.executor.messages.mailbox
             if comm.rank == 2:
                 take = mailbox.take
 
                 def noted():
-                    seen.append(flight.snapshot().expects.text)
+                    seen.append(mailbox.posted[0][2].subject)
                     return take()
 
                 mailbox.take = noted
@@ -235,7 +236,8 @@ def test_received_arrays_that_are_handed_on_are_copied():
         return result.input_grads, output
 
     for seed in range(3):
-        found = inprocess.run(5, job, synchronous=True, seed=seed, delay=0.002)
+        with late_messages(seed):
+            found = inprocess.run(5, job, synchronous=True)
         np.testing.assert_allclose(found[4][1], 3 * inputs)
         np.testing.assert_allclose(np.concatenate(found[0][0]), 3 * 2 * 3 * inputs / inputs.size)
 

@@ -14,8 +14,8 @@ keep it free of hangs:
 - a rank that failed waits only `GRACE` seconds for its peers, who may be stuck in a message that will never come;
 - whoever gives up prints its own text and the stacks of its peers, and aborts the job.
 
-Collective tests run first, so that all ranks have the same modules imported while hypothesis draws their examples
-(it takes constants from the modules it sees). Of the others a rank takes the next ones that nobody has begun.
+Collective tests run first. Of the others a rank takes the next ones that nobody has begun. Hypothesis draws examples on
+one rank alone: a collective test has none.
 """
 
 import gc
@@ -28,7 +28,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis.errors import StopTest, UnsatisfiedAssumption
 from mpi4py import MPI
 
 from mpipipe.job import context
@@ -44,11 +43,6 @@ ROW = 512  # bytes of an exchange of one step: a label, and that all is well
 BUNDLE = 3.0  # seconds of tests of a file that a rank takes at once: they share imports, caches and fixtures
 POLLS = 8  # between two pauses: with MPICH an exchange of four ranks completes at the tenth poll
 ADDRESS = re.compile(r"0x[0-9a-fA-F]+")  # differs from rank to rank where nothing else does
-NOT_A_FAILURE = (StopTest, UnsatisfiedAssumption, pytest.skip.Exception)
-
-
-class ExampleError(AssertionError):
-    """A hypothesis example failed on at least one rank; raised on every rank, so that all stop alike."""
 
 
 def is_collective(item) -> bool:
@@ -135,16 +129,8 @@ class Collective:
             pause = min(2 * pause, 5e-3)
         return True
 
-    def together(self, label, payload):
-        """The payloads of every rank, from inside a test that all ranks are to run in the same way."""
-        said = self.exchange(label, payload)
-        elsewhere = [rank for rank, (other, _) in enumerate(said) if other != label]
-        if elsewhere:
-            pytest.fail(f"{listed(elsewhere)} left this test before {label[-1]}", pytrace=False)
-        return [payload for _, payload in said]
-
     def verdicts(self, label, payload, patience, text):
-        """As together, from outside the test: ranks still inside it are told, and waited for."""
+        """The payloads of every rank; where one does not come within `patience`, the job ends with this text."""
         while True:
             said = self.exchange(label, payload, patience)
             if said is None:
@@ -265,58 +251,6 @@ class Collective:
         result = yield
         self.watchdog.disarm()
         return result
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_call(self, item):
-        handle = getattr(getattr(item, "obj", None), "hypothesis", None)
-        if handle is None or self.size == 1 or not is_collective(item):
-            return (yield)
-        inner = handle.inner_test
-        handle.inner_test = self._agreed_example(item, inner)
-        try:
-            return (yield)
-        finally:
-            handle.inner_test = inner
-
-    def _agreed_example(self, item, function):
-        """`function` with one verdict per example, since all ranks must go on to the same next example.
-
-        After a failure no example runs any more, since its messages may still be on their way.
-        """
-        problem = ""
-
-        def example(*args, **kwargs):
-            nonlocal problem
-            drawn = {name: value for name, value in kwargs.items() if name not in item.funcargs}
-            what = re.sub(ADDRESS, "", repr(drawn))
-            problem = problem or self._run_example(item, what, lambda: function(*args, **kwargs))
-            if problem:
-                raise ExampleError(problem)
-
-        example.__name__ = function.__name__
-        return example
-
-    def _run_example(self, item, what, call):
-        self.watchdog.arm(f"{item.nodeid} with {what}")
-        error = None
-        try:
-            call()
-        except NOT_A_FAILURE:
-            raise
-        except (Exception, pytest.fail.Exception) as caught:
-            error = str(pytest.ExceptionInfo.from_exception(caught).getrepr(style="short"))
-        said = self.exchange((item.nodeid, "the end of an example"), (what, error), GRACE if error else None)
-        if said is None:
-            self.watchdog.give_up(f"{item.nodeid}: peers did not end this example\n{what}\n{error}")
-        return self._problem_of_example(said)
-
-    def _problem_of_example(self, said):
-        if len({label for label, _ in said}) > 1:
-            return "another rank left this test before the end of an example"
-        examples = {what for _, (what, _) in said}
-        if len(examples) > 1:
-            return "\n".join(["the ranks drew different examples", *sorted(examples)])
-        return "\n".join(f"rank {rank}: {error}" for rank, (_, (_, error)) in enumerate(said) if error)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item, call):

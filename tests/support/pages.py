@@ -104,8 +104,9 @@ class Reader:
             {"PYTHON3": sys.executable, "DATA": str(data), "ALONE": ALONE, "OMP_NUM_THREADS": "1"}
         )
         self.env["PYTHONPATH"] = str(folder)  # the copy, where an installation would be
+        self.env["RANKS"] = "2"  # of the job scripts, which start four
         # bytecode ends with the copy
-        for name in ("MPI", "RANKS", "PYTHON", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"):
+        for name in ("MPI", "PYTHON", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"):
             self.env.pop(name, None)
         self.state = folder / ".state"
         self.state.write_text("")

@@ -20,8 +20,7 @@ class Watchdog:
     """One thread per rank; at the deadline the stacks of all ranks are printed and the job is aborted.
 
     The thread looks at the deadline every `TICK` seconds: tests are many and short, and a timer for each would cost
-    more than most of them. What it cannot do, because C code keeps the interpreter's lock, faulthandler does 30 s
-    later.
+    more than most of them. MPIEXEC_TIMEOUT ends what keeps the interpreter's lock.
     """
 
     def __init__(self, control):
@@ -30,46 +29,25 @@ class Watchdog:
         host = socket.gethostname()
         everyone = enumerate(control.allgather((host, os.getpid())))
         self.peers = [(rank, pid) for rank, (name, pid) in everyone if name == host and rank != self.rank]
-        self.lock, self.thread = threading.Lock(), None
         self.due = None  # (time, what, seconds) of what runs now
-        self.last_resort = None  # the `due` that faulthandler knows
         faulthandler.register(signal.SIGUSR1, file=self.stderr)  # works in C, also inside a blocking MPI call
+        if LIMIT:
+            threading.Thread(target=self._watch, name="mpipipe watchdog of tests", daemon=True).start()
 
     def arm(self, what, seconds=LIMIT):
-        if not LIMIT:
-            return
         turn = 1.5 * self.rank  # the lowest stuck rank speaks for all
-        with self.lock:
-            self.due = (time.monotonic() + seconds + turn, what, seconds)
-            if self.last_resort is None:
-                self._tell_faulthandler()
-        if self.thread is None:
-            self.thread = threading.Thread(target=self._watch, name="mpipipe watchdog of tests", daemon=True)
-            self.thread.start()
+        self.due = (time.monotonic() + seconds + turn, what, seconds)
 
     def disarm(self):
         self.due = None
 
-    def _tell_faulthandler(self):
-        due = self.due
-        if due is None:
-            faulthandler.cancel_dump_traceback_later()
-        else:
-            faulthandler.dump_traceback_later(due[0] + 30 - time.monotonic(), exit=True, file=self.stderr)
-        self.last_resort = due
-
     def _watch(self):
         never = threading.Event()  # waited for instead of time.sleep, which tests replace
         while True:
-            with self.lock:
-                due = self.due
-                if due is not self.last_resort:
-                    self._tell_faulthandler()
-            left = TICK if due is None else due[0] - time.monotonic()
-            if left <= 0:
+            due = self.due
+            if due is not None and time.monotonic() >= due[0]:
                 self.give_up(f"no end of {due[1]} after {due[2]:g} s", True)
-                return
-            never.wait(min(TICK, left))
+            never.wait(TICK)
 
     def give_up(self, why, own_stack=False):
         """Print `why`, the stacks of the ranks on this host, and abort the job."""

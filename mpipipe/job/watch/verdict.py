@@ -2,25 +2,18 @@
 
 A rank that waits is blocked by those that must come. These blocks, followed from rank to rank, lead
 to ranks that do not wait for others: they are silent, or they compute, or they are in code outside
-of this package, or they wait for something of their own, such as a disk. Before that, the plans are
-asked: a rank that went past an action without sending what the plan says has diverged, and so has
-one that sent a message under another tag or size than the receiver expects.
+of this package, or they wait for something of their own, such as a disk.
 
 Ranks that wait for each other in different calls are known at once: no time need pass.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping
 from graphlib import CycleError, TopologicalSorter
 from math import inf
-from pathlib import Path
-from typing import NamedTuple
 
-from mpipipe import files
 from mpipipe.errors import MismatchError
-from mpipipe.job.flight import Message
 from mpipipe.job.rank_list import named
 from mpipipe.job.report import heading, write
 from mpipipe.job.types import GroupName
@@ -32,76 +25,37 @@ LISTED = 8  # waits that a report lists, and ranks that it blames
 TELL_SECONDS = 2.0
 
 
-class Culprit(NamedTuple):
-    """A rank that others wait for, and what it does, as text."""
-
-    rank: int
-    text: str
-
-
-class HangVerdict(NamedTuple):
-    """Which ranks are to blame, and in words who waits for what."""
-
-    culprits: list[Culprit]
-    waiting: list[str]
-
-    def lines(self) -> list[str]:
-        """Return text for a person: the culprits first."""
-        blamed = [culprit.text for culprit in self.culprits]
-        return [*_first(blamed, "rank"), *_first(self.waiting, "wait")]
-
-
-def _first(lines: list[str], what: str) -> list[str]:
-    more = len(lines) - LISTED
-    if more <= 0:
-        return lines
-    return [*lines[:LISTED], f"and {counted(more, what)} more"]
-
-
 def judge(
     dumps: Dumps, silent: Mapping[int, RankPlace] | None = None, quiet: float = 0.0
-) -> HangVerdict:
-    """Compare the dumps of all ranks that have answered; keys are world ranks.
+) -> list[str]:
+    """Compare the dumps of all ranks that have answered; name those that are to blame.
 
-    `silent` are those that have not, for `quiet` seconds.
+    Keys are world ranks. `silent` are those that have not answered, for `quiet` seconds.
     """
     culprits = []
     for rank, place in (silent or {}).items():
-        culprits.append(Culprit(rank, _silence(rank, place, quiet, dumps)))
-    for dump in dumps.values():
-        for snapshot in dump.snapshots:
-            for message in snapshot.skipped[:1]:
-                text = (
-                    f"it has not sent {message.text} to rank {message.peer} "
-                    f"({_transfer(message)}), although it went past the action that makes it"
-                )
-                culprits.append(Culprit(dump.rank, f"{_named(dump)} diverged: {text}"))
-    lost: list[Culprit] = []
-    for dump in dumps.values():
-        _compare_message(dump, dumps, culprits, lost)
+        culprits.append(_silence(rank, place, quiet))
     blockers = {rank: _blockers(dump, dumps) for rank, dump in dumps.items()}
-    blamed = {culprit.rank for culprit in culprits}
     blocking = set().union(*blockers.values())
     for rank, dump in dumps.items():
         alone = bool(dump.waits) and not any(wait.peers for wait in dump.waits)
-        if rank not in blamed and (alone or (rank in blocking and not dump.waits)):
-            culprits.append(Culprit(rank, _occupation(dump, alone)))
-    if not culprits:
-        culprits = lost
-    if not culprits:
-        for rank in circle(blockers) or sorted(filter(blockers.get, blockers)):
-            for_what = "; ".join(wait.text for wait in dumps[rank].waits)
-            others = f"waits for {named(blockers[rank])}, which waits too"
-            culprits.append(Culprit(rank, f"{_named(dumps[rank])} {others}: {for_what}"))
-    return HangVerdict(culprits, _waiting(dumps))
+        if alone or (rank in blocking and not dump.waits):
+            culprits.append(_occupation(dump, alone))
+    if culprits:
+        return culprits
+    for rank in circle(blockers) or sorted(filter(blockers.get, blockers)):
+        for_what = "; ".join(wait.text for wait in dumps[rank].waits)
+        others = f"waits for {named(blockers[rank])}, which waits too"
+        culprits.append(f"{_named(dumps[rank])} {others}: {for_what}")
+    return culprits
 
 
 def blame(dumps: Dumps) -> str:
     """Say what others do that keeps a rank waiting, after "; "; "" if that is not known."""
-    culprits = judge(dumps).culprits
+    culprits = judge(dumps)
     if not culprits:
         return ""
-    text = f"; {culprits[0].text}"
+    text = f"; {culprits[0]}"
     if len(culprits) > 1:
         text += f", and {len(culprits) - 1} ranks more"
     return text
@@ -175,15 +129,13 @@ def _named(dump: Dump) -> str:
     return f"rank {dump.rank} on {dump.host}"
 
 
-def _silence(rank: int, place: RankPlace, quiet: float, dumps: Dumps) -> str:
+def _silence(rank: int, place: RankPlace, quiet: float) -> str:
     if not place.host:
         return (
             f"rank {rank} does not answer: it has left, has not called mpipipe yet, or one "
             "call keeps it busy"
         )
-    state = ""
-    for dump in dumps.values():
-        state = dump.states.get(rank, state)
+    state = place.state
     name = f"rank {rank} on {place.host} (process {place.pid})"
     if not place.threaded and state in ("", *BUSY):
         return (
@@ -192,43 +144,6 @@ def _silence(rank: int, place: RankPlace, quiet: float, dumps: Dumps) -> str:
         )
     unknown = "nothing is known of its process: a slow node, a lost one, or one without a watchdog"
     return f"{name} is silent: it has not answered for {quiet:.0f} s; {state or unknown}"
-
-
-def _compare_message(
-    dump: Dump, dumps: Dumps, culprits: list[Culprit], lost: list[Culprit]
-) -> None:
-    """Look at the other end of each message that a rank waits for."""
-    for snapshot in dump.snapshots:
-        expected = snapshot.expects
-        if expected is None or expected.peer not in dumps:
-            continue
-        sender = dumps[expected.peer]
-        for other in sender.snapshots:
-            # ranks may be a step apart
-            if (other.key, other.call) != (snapshot.key, snapshot.call):
-                continue
-            for sent in other.sent:
-                if (sent.peer, sent.name) != (dump.rank, expected.name):
-                    continue
-                if sent.tag != expected.tag or len({sent.nbytes, expected.nbytes} - {None}) > 1:
-                    text = (
-                        f"{_named(sender)} diverged: it sent {sent.text} as {_transfer(sent)}; "
-                        f"rank {dump.rank} expects {_transfer(expected)}"
-                    )
-                    culprits.append(Culprit(sender.rank, text))
-                else:
-                    text = (
-                        f"{_named(sender)} sent {sent.text} to rank {dump.rank} "
-                        f"({_transfer(sent)}), where it has not arrived"
-                    )
-                    lost.append(Culprit(sender.rank, text))
-
-
-def _transfer(message: Message) -> str:
-    size = ""
-    if message.nbytes is not None:
-        size = f", {message.nbytes} bytes"
-    return f"channel {message.tag[0]}, tag {message.tag[1]}{size}"
 
 
 def _occupation(dump: Dump, alone: bool) -> str:
@@ -252,7 +167,7 @@ def _occupation(dump: Dump, alone: bool) -> str:
 def _waiting(dumps: Dumps) -> list[str]:
     """Say who waits for what, ranks with the same text in one line."""
     texts: dict[str, list[int]] = {}
-    for rank, dump in sorted(dumps.items()):
+    for rank, dump in dumps.items():
         doing = ""
         for snapshot in dump.active[:1]:
             doing = f", in {snapshot.doing}"
@@ -267,7 +182,7 @@ def _waiting(dumps: Dumps) -> list[str]:
     return lines
 
 
-# -- The report of a hang: some lines on stderr, and a folder with stacks and what all ranks do ----
+# -- The report of a hang --------------------------------------------------------------------------
 
 
 HUNG = 124  # exit code of a job that hangs, as of timeout(1)
@@ -277,50 +192,24 @@ REMEDY = (
 )
 
 
-def publish(
-    dumps: Dumps, silent: Mapping[int, RankPlace], folder: Path | None, rank: int, size: int
-) -> None:
-    """Write the files and the report of world rank `rank` of `size`. Never raises OSError."""
+def report_lines(
+    dumps: Dumps, silent: Mapping[int, RankPlace] | None = None, quiet: float = 0.0
+) -> list[str]:
+    """Return which ranks are to blame, and then who waits for what."""
+    ordered = dict(sorted(dumps.items()))
+    blamed = judge(ordered, silent, quiet)
+    return [*_first(blamed, "rank"), *_first(_waiting(ordered), "wait")]
+
+
+def _first(lines: list[str], what: str) -> list[str]:
+    more = len(lines) - LISTED
+    if more <= 0:
+        return lines
+    return [*lines[:LISTED], f"and {counted(more, what)} more"]
+
+
+def publish(dumps: Dumps, silent: Mapping[int, RankPlace], rank: int, size: int) -> None:
+    """Write the report of world rank `rank` of `size`."""
     quiet = dumps[rank].quiet
-    verdict = judge(dict(sorted(dumps.items())), silent, quiet)
-    lines = [f"no rank has made progress for {quiet:.1f} s", *verdict.lines()]
-    texts = {"report": "\n".join([*verdict.lines(), "", *_states(dumps)])}
-    for culprit in verdict.culprits[:LISTED]:
-        if culprit.rank in dumps:
-            dump = dumps[culprit.rank]
-            texts[f"rank-{dump.rank}"] = "\n".join([*_states({dump.rank: dump}), dump.stacks])
-            continue
-        stacks = silent[culprit.rank].stacks()
-        if stacks:
-            texts[f"rank-{culprit.rank}"] = stacks
-    try:
-        parent = Path()
-        if folder is not None and folder.is_dir():
-            parent = folder
-        path = files.new_folder(parent / time.strftime("hang-%Y%m%d-%H%M%S"))
-        for name, text in texts.items():
-            (path / f"{name}.txt").write_text(text, "utf-8", "backslashreplace")
-        lines.append(f"stacks: {path}")
-    except OSError as error:
-        lines.append(f"no file could be written ({error}); stacks of the first rank named:")
-        lines += [*texts.values(), "none"][1].splitlines()
-    lines.append(f"remedy: {REMEDY}")
-    write("\n  ".join([heading(rank, size), *lines]) + "\n")
-
-
-def _states(dumps: Dumps) -> list[str]:
-    """Say where each rank is, what it waits for, and how far it has come in its plans."""
-    lines = []
-    for rank, dump in sorted(dumps.items()):
-        lines.append(f"rank {rank} on {dump.host}, quiet for {dump.quiet:.1f} s, at {dump.where}")
-        for wait in dump.waits:
-            lines.append(f"  waits {wait.seconds:.1f} s for {wait.text}")
-        for snapshot in dump.snapshots:
-            state = "between calls"
-            if snapshot.doing:
-                state = f"in {snapshot.doing}"
-            if snapshot.expects is not None:
-                state += f"; expects {snapshot.expects.text}"
-            lines.append(f"  {state}")
-        lines.append("")
-    return lines
+    lines = [f"no rank has made progress for {quiet:.1f} s", *report_lines(dumps, silent, quiet)]
+    write("\n  ".join([heading(rank, size), *lines, f"remedy: {REMEDY}"]) + "\n")

@@ -27,31 +27,27 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from mpipipe.job import communicators, runtime, settings
 from mpipipe.job.consensus import spread
 from mpipipe.job.context import RankContext, current_rank
-from mpipipe.job.report import abort_job
+from mpipipe.job.report import abort_job, turn
 from mpipipe.job.requests import own
-from mpipipe.job.types import Communicator, MpiCommunicator, MpiRequest, Ranks, RankWait
+from mpipipe.job.types import Communicator, MpiCommunicator, MpiRequest, Ranks
+from mpipipe.job.wait import LongWait
 from mpipipe.job.watch import verdict
-from mpipipe.job.watch.dump import UNKNOWN, Dump, Dumps, RankPlace, make_dump, offer_stacks
+from mpipipe.job.watch.dump import GONE, UNKNOWN, Dump, Dumps, RankPlace, make_dump
 
 if TYPE_CHECKING:
     from mpipipe.job.group import RankGroup
 
 logger = logging.getLogger("mpipipe")
-STAGGER = 0.2  # seconds between ranks: the lowest that waits asks first
-MOST_STAGGERED = 25
 JOIN_SECONDS = 2.0
 # The place where a rank runs, pickled, takes no more.
 PLACE_BYTES = 512
 # That one look counts for, or three periods: this process may have been stopped meanwhile.
 MOST_SECONDS = 0.3
-# For the launcher to hand the report on: it may lose what comes just before an abort.
-FORWARD_SECONDS = 1.0
 # Between two looks while somebody asks: a long answer needs several.
 HASTE_SECONDS = 0.02
 
@@ -70,7 +66,7 @@ class WatchChannel:
 class Question:
     """A question of one watchdog to all the others of a channel."""
 
-    wait: RankWait
+    wait: LongWait
     channel: WatchChannel
     asked: float  # time.monotonic() then
     quiet: float  # seconds without progress until then
@@ -122,11 +118,13 @@ class Watchdog:
         having = [x for x in self.channels if x.places.keys() >= set(members)]
         return max(having, key=lambda channel: len(channel.places), default=None)
 
-    def states_on_host(self) -> dict[int, str]:
-        """Return the state of the process of each world rank on the host of this one."""
-        host = socket.gethostname()
-        places = {rank: place for x in tuple(self.channels) for rank, place in x.places.items()}
-        return {rank: place.state for rank, place in places.items() if place.host == host}
+    @property
+    def neighbour_has_ended(self) -> bool:
+        """Whether the process of some rank on this host has ended."""
+        for channel in tuple(self.channels):
+            if any(place.state == GONE for place in channel.places.values()):
+                return True
+        return False
 
     def blame(self) -> str:
         """Say what others do that keeps this rank waiting, after "; "; "" if that is not known."""
@@ -137,7 +135,7 @@ class Watchdog:
         private = cast("MpiCommunicator", communicators.duplicate(group.comm))
         private.Set_name("mpipipe watchdog")
         threaded = runtime.threads_allowed()
-        place = RankPlace(socket.gethostname(), os.getpid(), threaded, offer_stacks())
+        place = RankPlace(socket.gethostname(), os.getpid(), threaded)
         sizes = [PLACE_BYTES] * group.size
         places = spread(group, pickle.dumps(place), sizes, "the hosts of all ranks")
         with self._lock:
@@ -242,14 +240,11 @@ class Watchdog:
             question.answers[member] = dump
 
     def _dump(self) -> Dump:
-        states = {}
-        if self.quiet >= self.context.watch_limit:
-            states = self.states_on_host()
-        return make_dump(self.context, runtime.world().rank, self.quiet, states)
+        return make_dump(self.context, runtime.world().rank, self.quiet)
 
     # -- asking ------------------------------------------------------------------------------------
 
-    def _ask(self, wait: RankWait) -> None:
+    def _ask(self, wait: LongWait) -> None:
         """Ask all ranks where they are, if this one has waited for long.
 
         Before their first common call nothing is known but who has not come.
@@ -261,7 +256,7 @@ class Watchdog:
             if wait.meeting is not None:
                 patience = min(patience, verdict.TELL_SECONDS)
         rank = runtime.world().rank
-        patience += STAGGER * min(rank, MOST_STAGGERED)
+        patience += turn(rank)
         if self.quiet < max(patience, self._again):
             return
         if channel is None:
@@ -294,10 +289,8 @@ class Watchdog:
         for rank in (*dumps, *self.context.left):
             silent.pop(rank, None)
         try:
-            folder = self.context.report_folder
-            verdict.publish(dumps, silent, folder, world.rank, world.size)
+            verdict.publish(dumps, silent, world.rank, world.size)
         finally:
-            time.sleep(FORWARD_SECONDS)
             abort_job(world, verdict.HUNG)
 
 
@@ -314,20 +307,19 @@ def watch_over(comm: Communicator) -> Watchdog | None:
 
 
 @contextmanager
-def watching(seconds: float | None, folder: Path) -> Iterator[None]:
-    """Set the limit of this rank, within, to `seconds`, and the folder of a report.
+def watching(seconds: float | None) -> Iterator[None]:
+    """Set the limit of this rank, within, to `seconds`.
 
     None stands for what MPIPIPE_WATCHDOG says, 0 for no watchdog. Every rank enters with the same.
     """
     context = current_rank()
-    before = (context.watch_limit, context.report_folder)
+    before = context.watch_limit
     context.watch_limit = seconds or inf
     if seconds is None:
         context.watch_limit = settings.watchdog()
-    context.report_folder = folder
     if context.watchdog is not None:
         context.watchdog.start()
     try:
         yield
     finally:
-        context.watch_limit, context.report_folder = before
+        context.watch_limit = before

@@ -1,24 +1,26 @@
 """Command lines and folders that differ between ranks."""
 
-from faults.blocks import NONZERO, TEXT, TRAIN, command
+from faults.blocks import NONZERO, PLAIN, Fault, training
 
-HELP = ("-m", "mpipipe", "train", "--help")
-ONE_FOLDER = (
-    "-c",
-    "import glob; found = glob.glob('*/o/**/*.safetensors', recursive=True)\n"
-    "assert found and len({name.split('/')[0] for name in found}) == 1, found",
-)
+APART = """
+os.mkdir(f"folder-{rank}")
+os.chdir(f"folder-{rank}")
+try:
+    main()
+finally:
+    assert os.path.exists("o/finished") == (rank == 0)
+"""
 
 
-def _differs(name, of, says, **options):
-    """Each rank trains, but those of `of` do something else."""
-    options = {"code": NONZERO, "reports": None, **options}
-    return command(name, "usage", *TRAIN, before=(TEXT,), arguments_of=of, says=(says,), **options)
+def _differs(name, more, says, **options):
+    """Each rank trains, but rank 1 has other words."""
+    return Fault(name, "usage", training(more=more), modes=(PLAIN,), plain_code=NONZERO, says=(says,), **options)
 
 
 FAULTS = (
-    _differs("an unknown flag on one rank", {1: (*TRAIN, "--bogus")}, "there is no option", quick=(2, "command")),
-    _differs("a help on one rank", {1: HELP}, "rank 1"),  # Open MPI ends a job in which a rank did not call MPI_Init
-    command("working folders that differ", "storage", *TRAIN[:-1], "../text.txt", "--out", "o", before=(TEXT,),
-        folders=("a", "b"), after=(ONE_FOLDER,), code=0, reports=0, ranks=(2,), quick=(2, "command")),
+    _differs("an unknown flag on one rank", "['--bogus'] * rank", "there is no option", ranks=(2,), quick=(2, PLAIN)),
+    # Open MPI ends a job in which a rank did not call MPI_Init
+    _differs("a help on one rank", "['--help'] * rank", "rank 1", ranks=(2,)),
+    Fault("working folders that differ", "storage", training("['--out', 'o']", APART), modes=(PLAIN,), plain_code=0,
+        ranks=(2,), quick=(2, PLAIN)),
 )  # fmt: skip

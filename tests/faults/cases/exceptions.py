@@ -54,12 +54,12 @@ def _kind(what, statement, *says, **options) -> Fault:
 
 
 FAULTS = (
-    _raises("traceback of a backward", BROKEN_BACKWARD, AT_RANK_2, "in broken", ranks=(4,), modes=(RUN,),
-        quick=(4, RUN)),
-    Fault("a failure reaches the peers without the runner", "exception", OPENING + BROKEN_BACKWARD, ranks=(4,),
-        modes=(PLAIN,), code=NONZERO, says=("PeerError", "wet paint"), quick=(4, PLAIN)),
+    _raises("traceback of a backward", BROKEN_BACKWARD, AT_RANK_2, "in broken", ranks=(3, 4), modes=(RUN,),
+        quick=(3, RUN)),
+    Fault("a failure reaches the peers without the runner", "exception", OPENING + BROKEN_BACKWARD, ranks=(3, 4),
+        modes=(PLAIN,), code=NONZERO, says=("PeerError", "wet paint"), quick=(3, PLAIN)),
     _raises("out of paint before training", "if rank == 1: raise RuntimeError('out of paint')\ntrain()",
-        "RuntimeError: out of paint", ranks=(2, 4), quick=(4, RUN)),
+        "RuntimeError: out of paint", ranks=(2, 4), quick=(2, RUN)),
     *(_at(place, who, ranks) for place in PLACES for who, ranks in WHO.items()),
     Fault(
         "in a ring, caught, and all make a mesh",

@@ -5,7 +5,7 @@ from faults.blocks import RUN, good, on
 ALL = (1, 2, 3, 4)
 
 FAULTS = (
-    good("a training", "train()", ranks=ALL, by_all=("finished",), quick=(4, RUN)),
+    good("a training", "train()", ranks=ALL, by_all=("finished",), quick=(2, RUN)),
     good(
         "two threads with a pipeline each",
         """

@@ -41,14 +41,13 @@ def _unknown(fault, body) -> Fault:
         ranks=fault.ranks,
         modes=(PLAIN,),
         reports=None,
-        clean=False,
     )
 
 
 def _code(code, wanted) -> Fault:
     """Rank 0 exits with `code` while the others train."""
     body = on("0", f"sys.exit({code})") + "train()"
-    return failing(f"rank 0 exits with {code}", "exit", body, code=wanted, clean=False, ranks=(2, 4), modes=(RUN,))
+    return failing(f"rank 0 exits with {code}", "exit", body, code=wanted, ranks=(2, 4), modes=(RUN,))
 
 
 def _agreed(code) -> Fault:
@@ -62,7 +61,7 @@ def _agreed(code) -> Fault:
         ranks=(1, 2, 4),
         by_all=("finished",),
         never=("ended by",),
-        quick=(4, RUN) if code == 75 else None,
+        quick=(2, RUN) if code == 75 else None,
     )
 
 
@@ -75,7 +74,7 @@ FAULTS = (
     ),
     failing("the last rank exits with 0 before others make a pipeline, watched", "never joins",
         on("last", "sys.exit(0)") + "build()", "no rank has made progress", "rank {last} does not answer: it has left",
-        env={"MPIPIPE_WATCHDOG": "2"}, plain_code=124, ranks=(2, 4), modes=(PLAIN,), reports=None, clean=False,
+        env={"MPIPIPE_WATCHDOG": "2"}, plain_code=124, ranks=(2, 4), modes=(PLAIN,), reports=None,
         quick=(2, PLAIN)),
     failing(
         "the last rank exits with 0 between a step and a clip",
@@ -89,15 +88,15 @@ train(between=lambda: (leave(), optim.clip_by_global_norm(stages, 1.0, comm)))
         ranks=(2, 3),
         quick=(2, RUN),
     ),
-    failing("rank 2 exits with 3", "exit", "if rank == 2: sys.exit(3)\ntrain()", "rank 2", code=3, ranks=(4,),
-        modes=(RUN,), quick=(4, RUN)),
+    failing("rank 2 exits with 3", "exit", "if rank == 2: sys.exit(3)\ntrain()", "rank 2", code=3, ranks=(3, 4),
+        modes=(RUN,), quick=(3, RUN)),
     _code(75, 75),
     _code(256, NONZERO),
     _code("'wet paint'", 1),
     _code("None", 1),
     *(_agreed(code) for code in (0, 1, 75)),
     Fault("ranks exit with codes of their own", "exit", OPENING + "train()\nsys.exit(3 + rank)", code=(3, 4, 5, 6),
-        ranks=(2, 4), reports=None, says=("rank 0: 3",), plain_says=(), clean=False),
+        ranks=(2, 4), reports=None, says=("rank 0: 3",), plain_says=()),
     failing("os._exit(0) before training", "vanishes", on("last", "os._exit(0)") + "train()", "rank {last}",
         code=NONZERO, reports=None, plain_says=(), plain_code="any", quick=(2, RUN)),
     Fault("MPI_Abort by the user", "vanishes", OPENING + on("last", "comm.Abort(7)") + "train()", code=7, plain_code=7,

@@ -17,11 +17,11 @@ def _mismatch(name, body, *says, **options):
 
 FAULTS = (
     _mismatch("micro-batches of rank 1", "if rank == 1: schedule = schedules.one_f_one_b(size, 5)\ntrain()",
-        "MismatchError: rank 1", ranks=(2, 4), quick=(4, RUN)),
+        "MismatchError: rank 1", ranks=(2, 4), quick=(2, RUN)),
     _misuse("missing targets", "targets = None\ntrain()", "ArgumentError: rank {last}: targets are missing",
-        quick=(4, RUN)),
+        quick=(2, RUN)),
     _misuse("a loss that is not a number", "if rank == last: targets[700] = np.nan\ntrain()",
-        "NonFiniteError: rank {last}, stage {last}, micro-batch 1", code=(1, 2), quick=(4, RUN)),
+        "NonFiniteError: rank {last}, stage {last}, micro-batch 1", code=(1, 2), quick=(2, RUN)),
     _differs("number of steps", "", "MismatchError", "close", rest="train(3 if rank == last else 4)", never=()),
     _mismatch("ranks step different pipelines",
         "a, b = build(), build()\n(a if rank == last else b).step(inputs, targets)", "MismatchError", code=(1, 2),

@@ -1,12 +1,12 @@
 """The environment, the launcher and MPI itself are not as they should be."""
 
-from faults.blocks import COMMAND, NONZERO, OPENING, PLAIN, RUN, TEXT, TRAIN, Fault, failing, good, refused
+from faults.blocks import NONZERO, OPENING, PLAIN, RUN, TRAIN, Fault, failing, good, on, refused
 
 NOT_INITIALISED = "import mpi4py\nmpi4py.rc.initialize = False\n"
 LIMITED = """
-import os, resource, sys
-resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit}))
-os.execv(sys.executable, [sys.executable, *{arguments}])
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
+os.execv(sys.executable, [sys.executable, "-m", "mpipipe", *words])
 """
 
 
@@ -17,12 +17,11 @@ def _state(name, body, *says, **options) -> Fault:
 FAULTS = (
     failing("MPIPIPE_TIMEOUT=abc", "settings", "train()", "MPIPIPE_TIMEOUT", env={"MPIPIPE_TIMEOUT": "abc"},
         code=NONZERO, ranks=(1, 2, 4), quick=(2, RUN)),
-    refused("MPIPIPE_TAG_UB differs", "settings", "train()", "MismatchError", "MPIPIPE_TAG_UB",
-        env_of={1: {"MPIPIPE_TAG_UB": "40"}}, code=(1, 2)),
-    Fault("a limit of 32 open files", "settings", before=(TEXT,),
-        arguments=("-c", LIMITED.format(limit=32, arguments=TRAIN)), modes=(COMMAND,), code=2,
+    refused("MPIPIPE_TAG_UB differs", "settings", on(1, 'os.environ["MPIPIPE_TAG_UB"] = "40"') + "train()",
+        "MismatchError", "MPIPIPE_TAG_UB", code=(1, 2)),
+    Fault("a limit of 32 open files", "settings", TRAIN + LIMITED, modes=(PLAIN,), plain_code=2,
         says=("found: a limit of 32 file descriptors", "remedy: raise the limit", "ulimit -n"), never=("Traceback",),
-        quick=(2, COMMAND)),
+        quick=(2, PLAIN)),
     Fault(
         "all ranks refuse, and can open no more files",
         "settings",
@@ -42,7 +41,7 @@ raise errors.ArgumentError("wet paint")
     failing("a lone process where PMI_SIZE promises four", "launcher", "train()", "LaunchError", "found: 1 rank",
         "PMI_SIZE", env={"PMI_SIZE": "4"}, ranks=(0,), modes=(PLAIN, RUN), code=NONZERO, reports=None,
         quick=(0, PLAIN)),
-    good("no launcher", "train()", kind="launcher", ranks=(0,), clean=False),  # Open MPI itself leaves a file
+    good("no launcher", "train()", kind="launcher", ranks=(0,)),
     _state("MPI finalized before a pipeline", "from mpi4py import MPI\nMPI.Finalize()\ntrain()", "inalised",
         ranks=(1, 2)),
     _state("MPI finalized by one rank", "from mpi4py import MPI\nif rank == last: MPI.Finalize()\ntrain()",

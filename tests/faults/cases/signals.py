@@ -26,16 +26,17 @@ def _interrupted(to):
     """Ctrl-C: MPICH hands it on to the ranks, Open MPI ends them without a word and returns 1."""
     return (
         _from_outside("SIGINT", to, " of MPICH", mpi="mpich", code=INTERRUPTED, reports=1),
-        _from_outside("SIGINT", to, " of Open MPI", mpi="openmpi", clean=True),
+        _from_outside("SIGINT", to, " of Open MPI", mpi="openmpi"),
     )
 
 
 FAULTS = (
-    failing("a killed rank", "signal", KILL_ITSELF, code=NONZERO, reports=None, ranks=(4,), limit=15, quick=(4, PLAIN)),
+    failing("a killed rank", "signal", KILL_ITSELF, code=NONZERO, reports=None, ranks=(2, 4), limit=15,
+        quick=(2, PLAIN)),
     *(_in_forward(name) for name in ("SIGKILL", "SIGTERM", "SIGSEGV")),
     failing("SIGINT of one rank before training", "signal",
         "if rank == 1: os.kill(os.getpid(), signal.SIGINT); time.sleep(1)\ntrain()", "KeyboardInterrupt", code=NONZERO,
-        ranks=(2, 4), quick=(4, RUN)),
+        ranks=(2, 4), quick=(2, RUN)),
     _from_outside("SIGKILL", 1),
     _from_outside("SIGTERM", 0),
     _from_outside("SIGINT", 1),

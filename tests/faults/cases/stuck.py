@@ -2,12 +2,12 @@
 
 from faults.blocks import OPENING, PLAIN, RUN, Fault, failing, on
 
-SHORT = {"MPIPIPE_TIMEOUT": "5"}
+SHORT = {"MPIPIPE_TIMEOUT": "3"}
 LOOP = "breaks('forward', lambda: [None for _ in iter(int, 1)])"
 
 
 def _stalls(name, body, *says, **options) -> Fault:
-    """The others wait, and raise StallError after 5 s that names the rank which is missing."""
+    """The others wait, and raise StallError after 3 s that names the rank which is missing."""
     return failing(name, "loop", body, "StallError", *says, env=SHORT, limit=30, **options)
 
 
