@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from statistics import median
 
-from mpipipe import processor
 from mpipipe.errors import ConfigError
 from mpipipe.job import RankGroup, group_of, oversubscribed, own_cores
-from mpipipe.planning.links import measure_action, measure_links, measure_step, trial_seconds
+from mpipipe.planning.links import trial_seconds
 from mpipipe.planning.network import NOTABLE, ORDERS, ranked, read_links
 from mpipipe.planning.predict import Choice, Plan, predict
-from mpipipe.planning.probe import measure_layers
+from mpipipe.planning.probe import measure
 from mpipipe.planning.problem import MeasuredRanks
 from mpipipe.planning.profile import Profile
 from mpipipe.planning.search import find_plans
@@ -27,17 +26,14 @@ from mpipipe.text import counted, shown_bytes, text_table
 class PlanReport:
     """The plans of a training: all of them on rank 0, the fastest on every rank.
 
-    `links` are those whose network cards ranks share, if they were given. The last fields are the
-    most ranks on a node, the most threads of a rank, and which ranks share cores.
+    `links` are those whose network cards ranks share, if they were given. The last field says
+    which ranks share cores.
     """
 
     plans: Sequence[Plan]
-    choice: Choice
-    order: str | None
+    best: Plan
     links: Links | None
     profile: Profile
-    ranks_per_node: int
-    threads: int
     oversubscribed: str
 
 
@@ -65,11 +61,11 @@ def find_plan(
                 "a plan of the CPU's",
             )
         space = problem.space
-    places = _places(group)
+    node_size, shared_cores = _places(group)
     links = None
     if nics_per_node is not None:
         with group.raise_together("plan: the network cards"):
-            links = read_links(nics_per_node, nic, places[0])
+            links = read_links(nics_per_node, nic, node_size)
     profile = measure(measured)
     plans: list[Plan] = []
     with group.raise_together("plan: the search"):
@@ -83,57 +79,26 @@ def find_plan(
         seconds = trial_seconds(measured, whole)
         if group.rank == 0:
             expected = predict(profile, whole, problem.rows, problem.trained_layers).seconds
-            scales.append(max(1e-9, seconds - profile.step) / max(1e-9, expected - profile.step))
+            scales.append(seconds / max(1e-9, expected))
+    result = None
     if group.rank == 0:
         profile = replace(profile, scale=median(scales))
-        plans = [_scaled(plan, profile) for plan in plans]
+        plans = [replace(plan, seconds=profile.scale * plan.seconds) for plan in plans]
         if links is not None:
-            plans = ranked(profile, problem, plans, links, orders)
-    result = None
-    if plans:
-        result = plans[0].choice, plans[0].order, profile
-    choice, order, profile = group.broadcast("plan: the result", result)
-    return PlanReport(plans, choice, order, links, profile, *places)
+            plans = ranked(problem, plans, links, orders)
+        result = plans[0], profile
+    best, profile = group.broadcast("plan: the result", result)
+    return PlanReport(plans, best, links, profile, shared_cores)
 
 
-def _places(group: RankGroup) -> tuple[int, int, str]:
-    """Find out how ranks share nodes and cores; collective."""
+def _places(group: RankGroup) -> tuple[int, str]:
+    """Return the most ranks on a node, and which ranks share cores; collective."""
     place_here = {"rank": group.rank, "host": socket.gethostname(), "cores": own_cores()}
-    everyone = group.gather("plan: the cores", (place_here, processor.thread_count()))
-    places, threads = zip(*everyone)
+    places = group.gather("plan: the cores", place_here)
     text = oversubscribed(places) or ""
     if text:
         text += ": times depend on who waits meanwhile, and predictions are rough"
-    most = max(Counter(place["host"] for place in places).values())
-    return most, max(threads), text
-
-
-def measure(measured: MeasuredRanks) -> Profile:
-    """Measure layers, messages and steps; collective over all ranks."""
-    mesh = measured.mesh
-    action = measure_action(measured)
-    links = measure_links(measured, action)
-    step = measure_step(measured, action, links)
-    everyone = group_of(mesh.comm).gather(
-        "plan: what all ranks have measured",
-        (mesh.pipe.rank, measure_layers(measured, action), step),
-    )
-    ranks, profiles, steps = zip(*everyone)
-    # Replicas wait for the slowest of them.
-    slowest = dict(sorted(zip(ranks, profiles), key=lambda entry: entry[1].computing))
-    pipe = [slowest[rank] for rank in range(mesh.pipe.size)]
-    costs = {}
-    for size in links:
-        costs[size] = tuple([rank.costs[size][0] for rank in pipe])
-    return replace(
-        pipe[0],
-        costs=costs,
-        links=links,
-        optimizer=tuple([rank.optimizer[0] for rank in pipe]),
-        sums=tuple([rank.sums[0] for rank in pipe]),
-        step=max(steps),
-        process=max(map(attrgetter("process"), profiles)),
-    )
+    return max(Counter(place["host"] for place in places).values()), text
 
 
 def _different(plans: Sequence[Plan]) -> list[Choice]:
@@ -143,11 +108,6 @@ def _different(plans: Sequence[Plan]) -> list[Choice]:
     for form in (attrgetter("microbatches"), attrgetter("schedule", "chunks")):
         tried += [choice for choice in choices if form(choice) != form(choices[0])][:1]
     return list(dict.fromkeys(tried))
-
-
-def _scaled(plan: Plan, profile: Profile) -> Plan:
-    seconds = profile.step + profile.scale * (plan.seconds - profile.step)
-    return replace(plan, seconds=seconds)
 
 
 # -- Plans as a table ------------------------------------------------------------------------------

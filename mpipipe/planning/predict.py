@@ -30,8 +30,6 @@ class Plan:
         What runs.
     costs : Costs
         Of its stages.
-    summed : float
-        Seconds until the sums over replicas are there, without `Profile.scale`.
     order : str, optional
         Axes of the mesh, as `Mesh` takes them, where ranks share network cards.
     waits : float
@@ -44,7 +42,6 @@ class Plan:
     memory: tuple[int, ...]
     schedule: Schedule
     costs: Costs
-    summed: float
     order: str | None = None
     waits: float = 0.0
 
@@ -65,12 +62,12 @@ def predict(
     """Predict the time and memory of a step.
 
     Raises ArgumentError where the plan does not fit the ranks, or no recomputation keeps its limit.
-    A step lasts as long as the simulated schedule, then the sums over replicas that are under way,
-    clipping and optimizer, and what `Profile.step` has besides. An action lasts as long as its
-    layers, then `RankCosts.action`, and the time for which its messages keep the rank from
-    computing. W and R have no messages. The slices of a sequence share what was measured of it as a
-    whole. Not counted: messages that wait for others on a network card (`schedules.simulate_flows`
-    counts them), and skips.
+    A step lasts as long as the simulated schedule, times `Profile.scale`: sums over replicas,
+    clipping and optimizer are in that factor alone. An action lasts as long as its layers, then
+    `RankCosts.action`, and the time for which its messages keep the rank from computing. W and R
+    have no messages. The slices of a sequence share what was measured of it as a whole. Not
+    counted: messages that wait for others on a network card (`schedules.simulate_flows` counts
+    them), and skips.
 
     Parameters
     ----------
@@ -87,13 +84,11 @@ def predict(
     --------
     >>> from mpipipe.planning import Choice, LayerCosts, Link, Profile, RankCosts, Sizes, predict
     >>> rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0),))
-    >>> links, sizes, zeros = {1: (Link(), Link())}, {1: [Sizes(saved=100)] * 2}, (0.0, 0.0)
-    >>> profile = Profile(
-    ...     (0, 0), {1: (rank, rank)}, links, sizes, (8, 8), (1, 1), (0.5, 0.5), sums=zeros
-    ... )
+    >>> sizes = {1: [Sizes(saved=100)] * 2}
+    >>> profile = Profile((0, 0), {1: (rank, rank)}, {1: Link()}, sizes, (8, 8))
     >>> found = predict(profile, Choice("one_f_one_b", 1, 4, (1, 1)), rows=4)
     >>> found.seconds, found.bubble, found.memory
-    (15.5, 0.2, (208, 108))
+    (15.0, 0.2, (208, 108))
     """
     schedule = choice.build(profile.ranks, trained)
     plan = LayerRanges(schedule, choice.ranges, rows)
@@ -104,26 +99,17 @@ def predict(
     )
     timeline = schedules.simulate(schedule, costs)
     peaks = step_peaks(schedule, stages)
-    summed = 0.0
-    updated = 0.0
     memory = []
-    for rank in range(profile.ranks):
-        count = 0
-        state = 0
-        for layer in plan.layers_of(rank):
-            count += profile.trained[layer]
-            state += profile.states[layer]
-        summed = max(summed, timeline.ends[rank] + count * profile.sums[rank])
-        updated = max(updated, count * profile.optimizer[rank])
-        memory.append(profile.process + state + round(sum(peaks[rank])))
+    for rank, peak in enumerate(peaks):
+        state = sum(profile.states[layer] for layer in plan.layers_of(rank))
+        memory.append(profile.process + state + round(sum(peak)))
     return Plan(
         choice,
-        seconds=profile.step + profile.scale * (summed + updated),
+        seconds=profile.scale * timeline.makespan,
         bubble=timeline.bubble_fraction,
         memory=tuple(memory),
         schedule=schedule,
         costs=costs,
-        summed=summed,
     )
 
 
@@ -176,10 +162,7 @@ def _link(profile: Profile, schedule: Schedule, edge: int, size: int) -> Link:
     """Return the link of the edge into a stage; an edge on one rank costs nothing."""
     if not crosses(schedule, edge):
         return Link()
-    low, high = sorted(schedule.placement[edge - 1 : edge + 1])
-    link = profile.links[size][low]
-    if high != low + 1:
-        link = profile.links[size][high]
+    link = profile.links[size]
     return Link(link.message / schedule.slices, link.transfer / schedule.slices)
 
 

@@ -158,10 +158,8 @@ def find_plans(profile: Profile, space: Space, memory_limit: int | None = None) 
     --------
     >>> from mpipipe.planning import LayerCosts, Link, Profile, RankCosts, Sizes, Space, find_plans
     >>> rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0),))
-    >>> links, sizes, zeros = {1: (Link(), Link())}, {1: [Sizes(saved=100)] * 2}, (0.0, 0.0)
-    >>> profile = Profile(
-    ...     (0, 0), {1: (rank, rank)}, links, sizes, (8, 8), (1, 1), optimizer=zeros, sums=zeros
-    ... )
+    >>> sizes = {1: [Sizes(saved=100)] * 2}
+    >>> profile = Profile((0, 0), {1: (rank, rank)}, {1: Link()}, sizes, (8, 8))
     >>> best = find_plans(profile, Space(ranks=2, layers=2, rows=4, fixed={"microbatches": 4}))[0]
     >>> best.choice.schedule, best.seconds
     ('zero_bubble_h1', 13.0)
@@ -202,24 +200,20 @@ class _Search:
     limit: float
 
     def plans(self) -> Iterator[Plan]:
-        """Yield a plan for each form and number of micro-batches; some are above the limit."""
+        """Yield a plan for each form and number of micro-batches; some are above the limit.
+
+        What cannot be built is left out, such as schedules that are too large; where nothing can,
+        ArgumentError says why.
+        """
         space = self.space
         seen = set()  # some schedules are the same with one stage on each rank
-        slices = space.fixed.get("slices", 1)
-        # Candidates that are too large are left out; where all of them are, the smallest is built,
-        # which says so.
-        most = max(
-            schedules.MOST_UNITS // (space.ranks * slices),
-            space.microbatches[0] * space.forms[0][1],
-        )
         for microbatches, (name, chunks) in product(space.microbatches, space.forms):
-            if microbatches * chunks > most:
-                continue
             fields = {"schedule": name, "chunks": chunks, "microbatches": microbatches}
             if "partition" not in space.fixed:
                 size = -(-space.rows // microbatches)
                 fields["partition"] = cut_by_time(self.profile, size, chunks * space.ranks)
-            plan = self.predicted(Choice(**{**space.fixed, **fields}))
+            choice = Choice(**{**space.fixed, **fields})
+            plan = self.predicted(choice)
             if plan is None:
                 continue
             schedule = plan.schedule
@@ -230,6 +224,8 @@ class _Search:
             if plan.peak > self.limit and not RECOMPUTATION & space.fixed.keys():
                 plan = self.recomputing(plan)
             yield plan
+        if not seen:
+            choice.build(space.ranks, space.trained)
 
     def recomputing(self, plan: Plan) -> Plan:
         """Return the plan with as many forwards run again as the limit asks for."""
@@ -247,12 +243,10 @@ class _Search:
         return plan
 
     def predicted(self, choice: Choice) -> Plan | None:
-        """Return a plan; None where no recomputation keeps the limit of activations."""
+        """Return a plan; None where it cannot be built."""
         try:
             return predict(self.profile, choice, self.space.rows, self.space.trained)
         except ArgumentError:
-            if choice.recompute_limit is None:
-                raise
             return None
 
     def refined(self, plan: Plan) -> Plan:

@@ -177,7 +177,7 @@ def _micro_batch(lone: LoneLayer) -> Sizes:
         saved = None
         if lone.trained:
             saved = lone.kept[0][1]
-        saved_size, loss_size = new_bytes([saved, lone.gradient], shared)
+        _, saved_size, loss_size = new_bytes([y, saved, lone.gradient], shared)
         sizes = Sizes(
             input=bytes_of(before),
             output=bytes_of(after),
@@ -208,7 +208,7 @@ def _micro_batch(lone: LoneLayer) -> Sizes:
             parts.append(vars(part))
     common, tables = new_bytes([stage.tables, parts], {*array_bytes(stage.buffers)})
     most = {name: action[-1] for name, action in lone.actions.items()}
-    held = sizes.saved + sizes.output - sizes.keeps_output
+    held = sizes.saved + sizes.output
     return replace(
         sizes,
         tables=tables,
