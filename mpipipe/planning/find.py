@@ -6,20 +6,21 @@ import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from statistics import median
 
 from mpipipe.errors import ConfigError
 from mpipipe.job import RankGroup, group_of, oversubscribed, own_cores
 from mpipipe.planning.links import trial_seconds
-from mpipipe.planning.network import NOTABLE, ORDERS, ranked, read_links
-from mpipipe.planning.predict import Choice, Plan, predict
+from mpipipe.planning.network import ORDERS, ranked, read_links
+from mpipipe.planning.predict import Plan, predict
 from mpipipe.planning.probe import measure
 from mpipipe.planning.problem import MeasuredRanks
 from mpipipe.planning.profile import Profile
 from mpipipe.planning.search import find_plans
 from mpipipe.schedules import Links
 from mpipipe.text import counted, shown_bytes, text_table
+
+TRIED = 3  # plans whose real steps are measured
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,9 @@ def find_plan(
     with group.raise_together("plan: the search"):
         if group.rank == 0:
             plans = find_plans(profile, space, problem.memory_limit)
-    tried = group.broadcast("plan: what is compared with real steps", _different(plans))
+    tried = group.broadcast(
+        "plan: what is compared with real steps", [plan.choice for plan in plans[:TRIED]]
+    )
     scales = []
     for choice in tried:
         # Sequences are whole, as they are measured.
@@ -101,15 +104,6 @@ def _places(group: RankGroup) -> tuple[int, str]:
     return max(Counter(place["host"] for place in places).values()), text
 
 
-def _different(plans: Sequence[Plan]) -> list[Choice]:
-    """Return the best plan, and the best with other micro-batches and another schedule."""
-    choices = [*map(attrgetter("choice"), plans)]
-    tried = choices[:1]
-    for form in (attrgetter("microbatches"), attrgetter("schedule", "chunks")):
-        tried += [choice for choice in choices if form(choice) != form(choices[0])][:1]
-    return list(dict.fromkeys(tried))
-
-
 # -- Plans as a table ------------------------------------------------------------------------------
 
 
@@ -120,11 +114,10 @@ WIDEST = 32  # characters of a partition
 def table(plans: Sequence[Plan]) -> Iterator[str]:
     """Yield the lines of a table of the best plans."""
     best = plans[:SHOWN]
-    share = any(plan.contended > (1 + NOTABLE) * plan.seconds for plan in best)
     rows = []
     for plan in best:
         row = _row(plan, plans[0])
-        if share:
+        if plan.order is not None:
             row["sharing NICs"] = shown_seconds(plan.contended)
         rows.append(row)
     cells = [[*row.values()] for row in rows]

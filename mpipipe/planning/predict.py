@@ -8,7 +8,7 @@ from itertools import accumulate, chain, pairwise
 from operator import add
 
 from mpipipe import schedules
-from mpipipe.planning.profile import Link, Profile, Sizes, joined
+from mpipipe.planning.profile import LayerCosts, Profile, Sizes, joined
 from mpipipe.schedules import INPUT_GRAD, Costs, Schedule, before_backwards
 
 
@@ -83,7 +83,7 @@ def predict(
     Examples
     --------
     >>> from mpipipe.planning import Choice, LayerCosts, Link, Profile, RankCosts, Sizes, predict
-    >>> rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0),))
+    >>> rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0, 1.0),))
     >>> sizes = {1: [Sizes(saved=100)] * 2}
     >>> profile = Profile((0, 0), {1: (rank, rank)}, {1: Link()}, sizes, (8, 8))
     >>> found = predict(profile, Choice("one_f_one_b", 1, 4, (1, 1)), rows=4)
@@ -119,34 +119,31 @@ def _costs(profile: Profile, plan: LayerRanges) -> Costs:
     size = plan.microbatch_rows
     share = plan.rows / (size * schedule.units)
     splits = _splits(schedule)
-    links = [_link(profile, schedule, stage, size) for stage in range(schedule.stages)]
+    link = profile.links[size]
     times = []
     for stage, rank in enumerate(schedule.placement):
         measured = profile.costs[size][rank]
         action = measured.action
-        forward = 0.0
-        again = 0.0
-        input_grad = 0.0
-        weight_grad = 0.0
-        for place in range(*plan.layer_ranges[stage]):
-            layer = measured.layers[profile.kinds[place]]
-            forward += layer.forward
-            again += layer.forward if layer.again is None else layer.again
-            if stage in splits:
-                input_grad += layer.input_grad
-                weight_grad += layer.weight_grad
-            else:
-                input_grad += layer.backward
+        kinds = profile.kinds[slice(*plan.layer_ranges[stage])]
+        whole = LayerCosts(*map(sum, zip(*[measured.layers[kind] for kind in kinds])))
+        forward = whole.forward
         if stage == schedule.stages - 1:
             forward += measured.loss
-        messages = action + sum(link.message for link in links[stage : stage + 2])
+        input_grad = whole.backward
+        weight_grad = 0.0
+        if stage in splits:
+            input_grad = whole.input_grad
+            weight_grad = share * whole.weight_grad + action
+        # An edge on one rank costs nothing.
+        comes = crosses(schedule, stage)
+        messages = (comes + crosses(schedule, stage + 1)) * link.message / schedule.slices
         times.append(
             (
-                share * forward + messages,
-                share * input_grad + messages,
-                share * weight_grad + action * (stage in splits),
-                links[stage].transfer,
-                share * again + action,
+                share * forward + action + messages,
+                share * input_grad + action + messages,
+                weight_grad,
+                comes * link.transfer / schedule.slices,
+                share * whole.again + action,
             )
         )
     return Costs(*map(list, zip(*times)))
@@ -156,14 +153,6 @@ def _splits(schedule: Schedule) -> set[int]:
     """Return the stages whose backward is split."""
     actions = chain(*schedule.orders)
     return {action.stage for action in actions if action.op == INPUT_GRAD}
-
-
-def _link(profile: Profile, schedule: Schedule, edge: int, size: int) -> Link:
-    """Return the link of the edge into a stage; an edge on one rank costs nothing."""
-    if not crosses(schedule, edge):
-        return Link()
-    link = profile.links[size]
-    return Link(link.message / schedule.slices, link.transfer / schedule.slices)
 
 
 # -- The memory of a rank in a training step -------------------------------------------------------

@@ -77,6 +77,10 @@ def _computing(costs: Mapping[int, RankCosts]) -> float:
     return total
 
 
+# Seconds of a rank's layers, by kind and action.
+Times: TypeAlias = dict[int, dict[str, list[float]]]
+
+
 def layer_costs(measured: MeasuredRanks, action: float = 0.0) -> dict[int, RankCosts]:
     """Time all kinds of layers on this rank, whose actions need `action`; collective."""
     times: dict[int, Times] = {size: {} for size in measured.problem.space.sizes}
@@ -85,28 +89,22 @@ def layer_costs(measured: MeasuredRanks, action: float = 0.0) -> dict[int, RankC
             _round(measured, size, size_times)
     costs = {}
     for size, size_times in times.items():
-        costs[size] = _costs(size_times, measured.problem.kinds, action)
+        costs[size] = _costs(size_times, action)
     return costs
 
 
-# Seconds of a rank's layers, by place and action.
-Times: TypeAlias = dict[int, dict[str, list[float]]]
-
-
-def _costs(times: Times, kinds: Sequence[int], action: float) -> RankCosts:
+def _costs(times: Times, action: float) -> RankCosts:
     """Return the medians, for each kind of layer."""
-    by_kind: dict[int, LayerCosts] = {}
-    for place, actions in times.items():
+    layers = []
+    loss = 0.0
+    for _, actions in sorted(times.items()):
         middle: dict[str, float] = defaultdict(float)
         for name, seconds in actions.items():
             middle[name] = median(seconds)
         again = max(0.0, middle["R"] + middle["B after R"] - middle["B"])
-        by_kind[kinds[place]] = LayerCosts(
-            middle["F"], middle["B"], middle["I"], middle["W"], again
-        )
-    layers = tuple([by_kind[kind] for kind in sorted(by_kind)])
-    # The last layer has the loss.
-    return RankCosts(layers, middle["loss"], action)
+        layers.append(LayerCosts(middle["F"], middle["B"], middle["I"], middle["W"], again))
+        loss += middle["loss"]
+    return RankCosts(tuple(layers), loss, action)
 
 
 def _clock() -> Callable[[], float]:
@@ -142,6 +140,7 @@ def _round(measured: MeasuredRanks, size: int, times: Times) -> None:
             # A ring has messages in each turn: all ranks must make the same number of turns.
             everyone = group_of(measured.mesh.comm).gather("plan: the seconds of a turn", seconds())
             for timer in timers:
-                timer.actions = times.setdefault(timer.stage.first, defaultdict(list))
+                kind = measured.problem.kinds[timer.stage.first]
+                timer.actions = times.setdefault(kind, defaultdict(list))
             for _ in range(repeats_in(SECONDS, max(everyone), REPEATS)):
                 _turn(timers)

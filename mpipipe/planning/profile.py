@@ -6,28 +6,28 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mpipipe.errors import ArgumentError
 
 
-@dataclass(frozen=True)
-class LayerCosts:
+class LayerCosts(NamedTuple):
     """Seconds of one layer for one micro-batch.
 
     Parameters
     ----------
     forward, backward, input_grad, weight_grad : float
         Of the forward, of both gradients in one go, and of each by itself.
-    again : float, optional
-        What is added where the forward is run again right before the backward; by default the
-        forward. It may be less: what the backward needs is then still in a cache.
+    again : float
+        What is added where the forward is run again right before the backward. It may be less than
+        the forward: what the backward needs is then still in a cache.
     """
 
     forward: float
     backward: float
     input_grad: float
     weight_grad: float
-    again: float | None = None
+    again: float
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Link:
     transfer: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sizes:
     """Bytes of a layer, or of a stage, for one micro-batch, whose input is not counted.
 
@@ -160,7 +160,7 @@ class Profile:
     Examples
     --------
     >>> from mpipipe.planning import LayerCosts, Link, Profile, RankCosts, Sizes
-    >>> rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0),))
+    >>> rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0, 1.0),))
     >>> profile = Profile(
     ...     kinds=(0, 0), costs={4: (rank, rank)}, links={4: Link()},
     ...     sizes={4: [Sizes(saved=100)] * 2}, states=(8, 8),

@@ -99,29 +99,27 @@ class Space:
             return [self.fixed["microbatches"]]
         most = min(self.rows, MOST_PER_RANK * self.ranks)
         least = min(-(-self.ranks // self.fixed.get("slices", 1)), self.rows)
-        divisors = []
-        for count in range(least, most + 1):
-            if self.rows % count == 0:
-                divisors.append(count)
-        if len(divisors) <= COUNTS:
-            return divisors or [most]
+        divisors = [count for count in range(least, most + 1) if self.rows % count == 0] or [most]
         step = (len(divisors) - 1) / (COUNTS - 1)
-        return [divisors[round(place * step)] for place in range(COUNTS)]
+        places = {round(place * step) for place in range(COUNTS)}
+        return [divisors[place] for place in sorted(places)]
 
     @property
     def forms(self) -> list[tuple[str, int]]:
         """(schedule, chunks) to try."""
-        partition = self.fixed.get("partition")
+        fixed = self.fixed
+        stages = set(range(self.ranks, self.layers + 1, self.ranks))
+        if "chunks" in fixed:
+            stages &= {self.ranks * fixed["chunks"]}
+        if "partition" in fixed:
+            stages &= {len(fixed["partition"])}
+        if not fixed.keys() & {"chunks", "partition"}:
+            stages &= set(range(CHUNKS * self.ranks + 1))
         forms = []
-        for chunks in range(1, self.layers // self.ranks + 1):
-            if chunks > CHUNKS and not self.fixed.keys() & {"chunks", "partition"}:
-                break
-            if chunks != self.fixed.get("chunks", chunks):
-                continue
-            if partition is not None and len(partition) != chunks * self.ranks:
-                continue
+        for count in sorted(stages):
+            chunks = count // self.ranks
             for name in names(chunks):
-                if name == self.fixed.get("schedule", name):
+                if name == fixed.get("schedule", name):
                     forms.append((name, chunks))
         return forms
 
@@ -157,7 +155,7 @@ def find_plans(profile: Profile, space: Space, memory_limit: int | None = None) 
     Examples
     --------
     >>> from mpipipe.planning import LayerCosts, Link, Profile, RankCosts, Sizes, Space, find_plans
-    >>> rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0),))
+    >>> rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0, 1.0),))
     >>> sizes = {1: [Sizes(saved=100)] * 2}
     >>> profile = Profile((0, 0), {1: (rank, rank)}, {1: Link()}, sizes, (8, 8))
     >>> best = find_plans(profile, Space(ranks=2, layers=2, rows=4, fixed={"microbatches": 4}))[0]
@@ -230,16 +228,12 @@ class _Search:
     def recomputing(self, plan: Plan) -> Plan:
         """Return the plan with as many forwards run again as the limit asks for."""
         held = max(schedules.simulate(plan.schedule).peak_activations)
-        limits = {held * part // (LIMITS + 1) for part in range(1, LIMITS + 1)}
-        choices = []
-        for limit in sorted(limits - {0, held}, reverse=True):
-            choices.append(replace(plan.choice, recompute_limit=limit))
-        for choice in [*choices, replace(plan.choice, recompute=True)]:
-            tried = self.predicted(choice)
-            if tried is not None:
-                plan = tried
-                if plan.peak <= self.limit:
-                    break
+        limits = {held * part // (LIMITS + 1) for part in range(1, LIMITS + 1)} - {0, held}
+        choices = [replace(plan.choice, recompute_limit=limit) for limit in sorted(limits)]
+        for choice in [*reversed(choices), replace(plan.choice, recompute=True)]:
+            plan = self.predicted(choice) or plan
+            if plan.peak <= self.limit:
+                break
         return plan
 
     def predicted(self, choice: Choice) -> Plan | None:

@@ -35,7 +35,7 @@ def profile(ranks=2, layers=(1.0,) * 6, speeds=None, link=NO_LINK, **more):
     sizes = range(1, ROWS + 1)
 
     def costs(size, speed):
-        return RankCosts(tuple(LayerCosts(*(size * c * speed * part for part in (1, 2, 1, 1))) for c in layers))
+        return RankCosts(tuple(LayerCosts(*(size * c * speed * part for part in (1, 2, 1, 1, 1))) for c in layers))
 
     kept = tuple(range(100, 100 + len(layers)))
     given = dict(
@@ -65,7 +65,7 @@ def test_a_prediction_is_scaled_to_real_steps():
     assert predict(profile(scale=3.0), choice, ROWS).seconds == 3 * bare.seconds
 
 
-@pytest.mark.parametrize(("again", "expected"), [(None, 1.0), (0.25, 0.25)])
+@pytest.mark.parametrize(("again", "expected"), [(1.0, 1.0), (0.25, 0.25)])
 def test_a_forward_that_is_run_again_costs_what_that_adds(again, expected):
     """The executor has one more action; neither its messages nor the loss come again."""
     rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0, again),) * 6, loss=5.0, action=7.0)
@@ -234,7 +234,7 @@ def test_plans_are_different_schedules_and_the_table_has_ten_with_the_best_first
 
 def test_slices_of_a_sequence_share_what_was_measured_of_it():
     """One micro-batch on two ranks, in n slices: (n + 1) / n forwards and backwards, which take 3 together."""
-    rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0),))
+    rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0, 1.0),))
     profile = Profile((0, 0), {1: (rank, rank)}, {1: Link()}, {1: [Sizes(saved=100)] * 2}, (8, 8))
     for slices in (1, 2, 8):
         found = predict(profile, Choice("one_f_one_b", 1, 1, (1, 1), slices=slices), rows=1)
