@@ -15,8 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
+from functools import total_ordering
 from itertools import chain
-from typing import NamedTuple, NoReturn, TypeAlias
+from typing import NamedTuple, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 
@@ -60,6 +61,12 @@ class Counted(NamedTuple):
     stage: PipelineStage
     owners: list[NonFiniteParameter]
     ranges: list[tuple[int, int]]
+
+
+class Steps(Protocol):
+    """An optimizer that counts its steps."""
+
+    steps: int
 
 
 # Squares of each parameter of a rank, and whose they are.
@@ -306,20 +313,49 @@ class GlobalNorm(Norm):
                 )
 
 
-class NormOnDevice:
-    """The norm of all gradients, begun on the device.
+@total_ordering
+class NormOfStep:
+    """A norm that is begun on a GPU; reading it by `float()` or comparing waits for the GPU.
 
-    `factor`, () in float64, is what to multiply gradients by.
+    It is no number of Python: `round`, `sum` and `json.dumps` take `float(norm)`.
 
-    It is NaN where a gradient is not finite. The numbers are those of `clip_factor`.
+    Where a gradient was not finite, the device has left the step out. Reading raises NonFiniteError
+    then, and so does the next step with the same scaler that finds this one done.
+
+    Parameters
+    ----------
+    norm : Norm
+        Over which stages and ranks.
+    max_norm, scale, divisor : float
+        As for `clip_factor`.
+    optimizer : SGD or AdamW, optional
+        Which is asked for a step right after; its count is put right where the device has left the
+        step out.
+
+    Attributes
+    ----------
+    factor : cupy.ndarray
+        What to multiply gradients by, () of float64; NaN where a gradient is not finite.
     """
 
-    def __init__(self, norm: Norm, max_norm: float, scale: float, divisor: float = 1.0) -> None:
+    def __init__(
+        self,
+        norm: Norm,
+        max_norm: float,
+        scale: float,
+        divisor: float = 1.0,
+        optimizer: Steps | None = None,
+    ) -> None:
         counted = norm._counted()
         row = norm._row
+        self._norm = norm
         self._owners = norm._owners or _owners(counted)
-        self._row = row
         self._scale = scale
+        self._optimizer = optimizer
+        self._step = 0
+        if optimizer is not None:
+            self._step = optimizer.steps + 1
+        self._measured: MeasuredNorm | None = None
         with nullcontext() if row is None else row.group.failing(WHAT):
             squares = arrays.zeros((len(self._owners),), np.dtype(np.float64), "cuda")
             start = norm._here.start
@@ -330,18 +366,46 @@ class NormOnDevice:
             if row is not None:
                 row.share(squares)
         self.factor = clip_factor(squares, max_norm, scale, divisor)
-        self._download = arrays.Download([squares])
+        self._download: arrays.Download | None = arrays.Download([squares])
 
     def is_here(self) -> bool:
-        """Whether `result` will not wait."""
-        return self._download.is_done()
+        """Return whether reading will not wait."""
+        return self._download is None or self._download.is_done()
 
     def result(self) -> MeasuredNorm:
         """Wait for the norm alone."""
-        if self._row is not None:
-            # Other ranks may fail, and the host must not wait for its device then.
-            self._row.wait(self._download.is_done, keeping=self)
-        return _measured(self._download.result()[0].tolist(), self._owners, self._scale)
+        if self._measured is None:
+            assert self._download is not None  # until it is measured
+            row = self._norm._row
+            if row is not None:
+                # Other ranks may fail, and the host must not wait for its device then.
+                row.wait(self._download.is_done, keeping=self)
+            squares = self._download.result()[0].tolist()
+            self._measured = _measured(squares, self._owners, self._scale)
+            self._download = None
+            if self._measured.bad is not None and self._optimizer is not None:
+                self._optimizer.steps -= 1  # the device has not made it
+        return self._measured
+
+    def __float__(self) -> float:
+        norm, bad = self.result()
+        if bad is not None:
+            bad.refuse(self._norm.comm, f" in step {self._step} of the optimizer")
+        return norm
+
+    def __eq__(self, other: object) -> bool:
+        return float(self) == other
+
+    def __lt__(self, other: float) -> bool:
+        return float(self) < other
+
+    __hash__ = None  # type: ignore[assignment]  # a number that is read, never a key
+
+    def __format__(self, how: str) -> str:
+        return format(float(self), how)
+
+    def __repr__(self) -> str:
+        return repr(float(self))
 
 
 def norm_of(
