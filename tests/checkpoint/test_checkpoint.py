@@ -226,16 +226,6 @@ def test_another_model_is_refused_with_the_array_that_differs(comm, mpi_tmp_path
             checkpoint.load(mpi_tmp_path, mesh, [nn.Stage([nn.Linear(4, 4)], first=mesh.rank + 1)])
 
 
-def test_an_array_that_a_checkpoint_lacks_is_refused_and_none_is_set(comm, mpi_tmp_path):
-    saved(comm, mpi_tmp_path, comm.size)
-    there = checkpoint.read(mpi_tmp_path)
-    name, entry = next(iter(next(iter(there.files.values())).arrays.items()))
-    targets = {name: np.full(entry.shape, 7, entry.kind), "parameters/9.absent": np.zeros(3, np.float32)}
-    with pytest.raises(ArgumentError, match=r"has no array parameters/9\.absent"):
-        checkpoint.read_arrays(there, targets)
-    assert (targets[name] == 7).all()
-
-
 def test_a_file_that_one_rank_does_not_see_is_named_and_without_a_manifest_there_is_no_checkpoint(comm, mpi_tmp_path):
     path = saved(comm, mpi_tmp_path, comm.size)
     part = path / f"part-{comm.size - 1}.safetensors"

@@ -44,18 +44,6 @@ def test_a_state_dict_is_saved_and_loaded(pair, mpi_tmp_path):
     assert other.loaded == 1 and again.steps == 1 and other.table.dtype == np.int32
 
 
-def test_a_saver_waits_for_a_stage_that_its_optimizer_does_not_update(pair, mpi_tmp_path):
-    """Another library updates it: its arrays may change before the thread has read them."""
-    ours, frozen = nn.Stage([nn.Linear(2, 2)], first=pair.rank), nn.Stage([nn.Linear(2, 2)], first=9, frozen=["*"])
-    other = Counting(f"part{pair.rank}", 1)
-    other.before_write = []
-    optimizer = optim.AdamW([ours], lr=0.1)
-    with Mesh(pair, pipe=2) as mesh:
-        for stages, waits in (([ours], False), ([ours, other], True), ([ours, frozen][: 2 - pair.rank], False)):
-            with checkpoint.Saver(mpi_tmp_path / str(len(stages)), mesh, stages, optimizer) as saver:
-                assert saver._announced is not waits
-
-
 def test_arrays_of_one_name_on_two_ranks_are_refused_before_anything_is_written(pair, mpi_tmp_path):
     """Such a checkpoint could be saved, and not be read again."""
     with Mesh(pair, pipe=2) as mesh:

@@ -9,7 +9,6 @@ from support.gradients import contents, fill, gradient_norm, watched
 
 from mpipipe import arrays, nn, optim
 from mpipipe.errors import ArgumentError, MpipipeError, NonFiniteError, PeerError
-from mpipipe.job import inprocess
 
 OPTIMIZERS = {
     "AdamW": lambda stages: optim.AdamW(stages, 0.01, weight_decay=0.1),
@@ -152,17 +151,6 @@ def test_all_ranks_let_mpi_gather_where_nccl_cannot_be_used(own, comm, monkeypat
     with optim.GlobalNorm(stages, pipe, replicas=replicas) as over:
         assert not any(comm.allgather(over.on_device)) or pipe.size == 1
         assert optim.clip_by_global_norm(stages, math.inf, over=over) == expected
-
-
-def test_threads_of_a_process_need_no_nccl():
-    def shared(comm):
-        stage = nn.Stage([nn.RMSNorm(2)], first=comm.rank)
-        stage.gradients[f"{comm.rank}.gain"][...] = 1
-        with optim.GlobalNorm([stage], comm) as over:
-            assert not over.on_device
-            return optim.clip_by_global_norm([stage], 1.0, over=over)
-
-    assert inprocess.run(2, shared) == [2.0, 2.0]
 
 
 # -- misuse and failures -----------------------------------------------------------------------------------------------

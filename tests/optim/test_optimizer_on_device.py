@@ -12,7 +12,6 @@ from support.gradients import contents, fill, gradient_norm, watched
 from mpipipe import arrays, nn, optim
 from mpipipe.arrays import transfer
 from mpipipe.errors import NonFiniteError
-from mpipipe.job import inprocess
 from mpipipe.nn.kernels import AdamWNumbers, Update, of
 from mpipipe.nn.kernels.cuda.optimizer import clip_factor
 
@@ -185,25 +184,6 @@ def test_an_overflow_changes_nothing_on_the_device_and_counts_no_step(gpu, name,
         float(norm)
     assert contents(stages, optimizer) == start
     assert optimizer.steps == 2 and fixed.skipped == 0
-
-
-def test_a_communicator_of_one_rank_is_no_reason_to_wait(gpu):
-    def alone(comm):
-        stages = made()
-        optimizer = OPTIMIZERS["AdamW"](stages)
-        gradient_norm(stages)
-        fill(stages, 0)
-        gpu.reset()
-        norm = optim.scaled_step(optimizer, optim.LossScaler(1.0, dynamic=False), 1.0, comm=comm)
-        waits = list(gpu.synchronisations)
-        assert norm == gradient_norm(stages, comm)
-        fill(stages, 0, bad=math.nan)
-        with pytest.raises(NonFiniteError, match=r"rank 0.*2\.bias"):
-            optim.clip_by_global_norm(stages, 1.0, comm)
-        return waits
-
-    (waits,) = inprocess.run(1, alone)
-    assert waits == []
 
 
 # -- the kernels, on the host and on the device

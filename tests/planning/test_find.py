@@ -2,7 +2,6 @@
 
 import itertools
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from mpipipe.language.models.fine_tuning import FineTuning
 from mpipipe.language.task import TextTask
 from mpipipe.planning import Choice, Link, links, probe, step_memory
 from mpipipe.planning.find import find_plan
-from mpipipe.planning.memory import array_bytes
 from mpipipe.train import TrainConfig, train
 from mpipipe.train.config import read_keys
 from mpipipe.train.training_plan import measured_ranks
@@ -156,12 +154,6 @@ def test_bytes_of_activations_are_those_of_the_arrays_that_are_kept():
     assert sizes[1].saved == 3 * one
     assert sizes[1].pending == 4 * one
     assert sizes[-1].loss == 2 * 8 * 256 * 4  # of logits
-
-
-def test_buffers_count_memory_once():
-    whole = np.zeros(10)
-    thing = SimpleNamespace(a=whole, b=[whole[2:5], {"c": np.zeros(3, np.float32)}], d=nn.Linear(2, 2))
-    assert sorted(array_bytes(thing).values()) == [12, 80]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

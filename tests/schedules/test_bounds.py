@@ -44,15 +44,6 @@ def test_the_bound_is_reached_where_no_rank_waits(ranks):
         assert lower_bound(schedule) == simulate(schedule).makespan == work * 4 * ranks + ranks - 1
 
 
-@pytest.mark.parametrize("ranks, microbatches", [(2, 4), (4, 8), (3, 7)])
-def test_forwards_that_are_run_again_count_as_work(ranks, microbatches):
-    """All forwards again, on the busiest rank of a schedule that has no other bubble than that before it."""
-    schedule = schedules.zero_bubble_h1(ranks, microbatches)
-    again = schedules.with_recompute(schedule)
-    assert lower_bound(again) == simulate(again).makespan == lower_bound(schedule) + microbatches
-    assert lower_bound(again, memory_limit=1) == lower_bound(again)
-
-
 @pytest.mark.parametrize(
     "schedule, least",
     [(schedules.one_f_one_b(2, 2), 1), (schedules.looped_bfs(2, 3, 2), 3), (schedules.v_min(2, 4), 2)],

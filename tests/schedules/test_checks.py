@@ -25,8 +25,3 @@ TAKERS = {
 def test_a_limit_that_is_no_number_is_one_error(taker, limit):
     with pytest.raises(ArgumentError, match="memory_limit is no number"):
         TAKERS[taker](limit)
-
-
-def test_a_share_that_is_no_number_is_refused():
-    with pytest.raises(ArgumentError, match="kept is no number"):
-        schedules.zero_bubble_2p(2, 4, kept="1")

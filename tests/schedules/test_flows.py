@@ -1,13 +1,9 @@
-"""Steps of ranks that share network cards, against a fluid of all ranks and SimGrid; no ranks are started."""
+"""Steps of ranks that share network cards, against a fluid of all ranks; no ranks are started."""
 
 import itertools
-import json
 import math
 import random
-import subprocess
 from collections import defaultdict
-from pathlib import Path
-from time import perf_counter
 
 import pytest
 
@@ -228,15 +224,6 @@ def test_links_whose_nics_are_not_shared_evenly_are_refused():
         Links(0, 1, node_size=8, nic_ranks=3)
 
 
-def test_a_thousand_ranks_take_a_second():
-    """No time is asserted; the number of events is: four for each action, and as many changes of speed."""
-    schedule = schedules.one_f_one_b(64, 64)
-    places = [[16 * pipe + data for pipe in range(64)] for data in range(16)]
-    start = perf_counter()
-    simulate_flows(schedule, Costs(4e-3, 4e-3, 4e-3, message_bytes=1 << 25, gradient_bytes=1e8), NIC, places)
-    print(f"1 024 ranks: {perf_counter() - start:.2f} s")
-
-
 def plans():
     """54 plans: schedules with micro-batches of 1, 2 and 4 rows, and both places, of a step of 64 rows."""
     yield from itertools.product(FORMS[:3] + FORMS[4:6] + FORMS[7:11], (1, 2, 4), PLACES)
@@ -254,28 +241,3 @@ def test_of_54_plans_pairs_are_in_the_right_order_and_the_best_is_found(shape, m
     right = [(a - b) * (c - d) > 0 for (a, c), (b, d) in itertools.combinations(pairs, 2)]
     assert sum(right) / len(right) >= 0.99
     assert min(pairs)[1] == min(judge for _, judge in pairs)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("places", PLACES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_simgrid_says_the_same(shape, places):
-    """SimGrid, if Python of the system has it (Debian: python3-simgrid), without its factors for TCP."""
-    python = "/usr/bin/python3"
-    if subprocess.run([python, "-c", "import simgrid"], capture_output=True).returncode:
-        pytest.skip("no SimGrid for /usr/bin/python3")
-    for form in FORMS:
-        schedule, seconds, message = case(form, shape)
-        task = dict(
-            orders=[[*map(list, order)] for order in schedule.orders],
-            placement=schedule.placement,
-            times=dict(F=seconds, I=seconds, W=seconds, B=2 * seconds),
-            message=message,
-            part=GRADIENTS / form[1] / 8,
-            pipelines=PLACES[places],
-            nic=[NIC.latency, NIC.bandwidth, NIC.node_size, NIC.inside_latency, NIC.inside_bandwidth],
-        )
-        script = Path(__file__).with_name("simgrid_judge.py")
-        ended = subprocess.run([python, script], input=json.dumps(task), capture_output=True, text=True, timeout=600)
-        assert ended.returncode == 0, ended.stderr
-        assert found(form, shape, places) == pytest.approx(float(ended.stdout), rel=0.02), form

@@ -19,13 +19,6 @@ from mpipipe.schedules import (
 )
 
 
-def test_sizes_and_stages_follow_from_the_placement():
-    schedule = schedules.interleaved_1f1b(3, 2, 4)
-    assert (schedule.ranks, schedule.stages, schedule.chunks, schedule.microbatches) == (3, 6, 2, 4)
-    assert schedule.placement == (0, 1, 2, 0, 1, 2)
-    assert schedule.stages_of(1) == (1, 4)
-
-
 def test_a_schedule_cannot_change_even_if_made_of_lists():
     orders = [[Action(0, "F", 0)]]
     schedule = Schedule("own", [0], 1, orders)
@@ -77,12 +70,6 @@ GIVEN = {"residual": (0, 3), "low": (0, 2), "again": (0, 2)}
 SCHEDULE = with_skips(PLAIN, GIVEN)
 
 
-def test_skips_are_sorted_by_name_whatever_the_order_of_the_dict():
-    assert SCHEDULE.skips == (Skip("again", 0, 2), Skip("low", 0, 2), Skip("residual", 0, 3))
-    assert with_skips(PLAIN, dict(reversed(GIVEN.items()))) == SCHEDULE
-    assert with_skips(with_skips(PLAIN, {"other": (1, 3)}), GIVEN) == SCHEDULE, "they stand in place of others"
-
-
 def test_skips_are_a_part_of_what_a_schedule_is():
     check(SCHEDULE)
     assert SCHEDULE.orders == PLAIN.orders and SCHEDULE != PLAIN
@@ -98,12 +85,6 @@ def test_what_changes_the_actions_keeps_the_skips():
     for changed in (frozen, again, part):
         check(changed)
         assert changed.skips == SCHEDULE.skips
-
-
-def test_simulations_count_nothing_for_skips():
-    costs = schedules.Costs(transfer=0.5)
-    assert schedules.simulate(SCHEDULE, costs).spans == schedules.simulate(PLAIN, costs).spans
-    assert schedules.peak_memory(SCHEDULE, 2.0) == schedules.peak_memory(PLAIN, 2.0)
 
 
 @pytest.mark.parametrize(

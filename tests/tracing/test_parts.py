@@ -193,10 +193,6 @@ def test_efficiencies_of_a_step_by_hand():
     assert found.transfer == 1
 
 
-def test_nothing_to_change_is_said_so():
-    assert trace_of(schedules.gpipe(1, 4)).advice() == "Nothing: the ranks compute 100% of the time."
-
-
 def test_a_record_without_steps_is_refused():
     schedule = schedules.gpipe(2, 2)
     with pytest.raises(ArgumentError, match="no step that all ranks have recorded"):
