@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from mpipipe import processor
 from mpipipe.errors import ConfigError
 from mpipipe.job import RankGroup, group_of, oversubscribed, own_cores
 from mpipipe.planning.links import trial_seconds
@@ -96,7 +97,12 @@ def find_plan(
 
 def _places(group: RankGroup) -> tuple[int, str]:
     """Return the most ranks on a node, and which ranks share cores; collective."""
-    place_here = {"rank": group.rank, "host": socket.gethostname(), "cores": own_cores()}
+    place_here = {
+        "rank": group.rank,
+        "host": socket.gethostname(),
+        "cores": own_cores(),
+        "threads": processor.thread_count(),
+    }
     places = group.gather("plan: the cores", place_here)
     text = oversubscribed(places) or ""
     if text:
@@ -113,15 +119,8 @@ WIDEST = 32  # characters of a partition
 
 def table(plans: Sequence[Plan]) -> Iterator[str]:
     """Yield the lines of a table of the best plans."""
-    best = plans[:SHOWN]
-    rows = []
-    for plan in best:
-        row = _row(plan, plans[0])
-        if plan.order is not None:
-            row["sharing NICs"] = shown_seconds(plan.contended)
-        rows.append(row)
-    cells = [[*row.values()] for row in rows]
-    yield from text_table([*rows[0]], cells, left=(0, 3, 4))
+    rows = [_row(plan, plans[0]) for plan in plans[:SHOWN]]
+    yield from text_table([*rows[0]], [[*row.values()] for row in rows], left=(0, 3, 4))
 
 
 def in_words(plan: Plan) -> str:
@@ -159,5 +158,5 @@ def _row(plan: Plan, best: Plan) -> dict[str, str]:
         "step": shown_seconds(plan.seconds),
         "bubble": f"{plan.bubble:.1%}",
         "memory": shown_bytes(plan.peak),
-        "slower": f"{plan.contended / best.contended - 1:.1%}",
+        "slower": f"{plan.seconds / best.seconds - 1:.1%}",
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
+from operator import attrgetter
 
 from mpipipe.comm import ORDER, Coordinates, rank_at
 from mpipipe.errors import ArgumentError
@@ -70,8 +71,9 @@ def ranked(
         seconds = seconds_of_orders(plan.schedule, costs, links, problem.shape, orders)
         order = min(seconds, key=seconds.__getitem__)
         plain = seconds_of_orders(plan.schedule, costs, alone, problem.shape, [order])
-        best.append(replace(plan, order=order, waits=max(0.0, seconds[order] - plain[order])))
-    best.sort(key=lambda plan: plan.contended)
+        waits = max(0.0, seconds[order] - plain[order])
+        best.append(replace(plan, order=order, seconds=plan.seconds + waits))
+    best.sort(key=attrgetter("seconds"))
     return [*best, *plans[BEST:]]
 
 

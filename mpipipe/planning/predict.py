@@ -32,8 +32,6 @@ class Plan:
         Of its stages.
     order : str, optional
         Axes of the mesh, as `Mesh` takes them, where ranks share network cards.
-    waits : float
-        Seconds that this adds to a step.
     """
 
     choice: Choice
@@ -43,17 +41,11 @@ class Plan:
     schedule: Schedule
     costs: Costs
     order: str | None = None
-    waits: float = 0.0
 
     @property
     def peak(self) -> int:
         """Bytes of the rank that needs the most."""
         return max(self.memory)
-
-    @property
-    def contended(self) -> float:
-        """Seconds of a step by all that is known."""
-        return self.seconds + self.waits
 
 
 def predict(
