@@ -28,7 +28,7 @@ from mpipipe.stages import StageLike, as_stages
 WHAT = "checkpoint.check_replicas"
 LISTED = 4  # arrays that an error writes out
 ABSENT = "absent"
-ANYWHERE = -1  # in place of the place of a rank
+ANYWHERE = -1  # the place of tied parameters, which may be on several
 
 
 class Hashes(NamedTuple):

@@ -78,34 +78,22 @@ def before(made):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_adamw_is_the_textbook_one(dtype, decay):
+@pytest.mark.parametrize(
+    ("make", "textbook", "numbers", "decay"),
+    [
+        *((optim.AdamW, textbook_adamw, dict(betas=(0.8, 0.9), eps=1e-6), decay) for decay in (0.0, 0.1)),
+        *((optim.SGD, textbook_sgd, dict(momentum=momentum), 0.1 - momentum / 9) for momentum in (0.0, 0.9)),
+    ],
+)
+def test_steps_are_those_of_the_textbook(dtype, make, textbook, numbers, decay):
     made = stages(dtype)
     start = before(made)
-    optimizer = optim.AdamW(made, lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=decay)
+    optimizer = make(made, lr=0.01, weight_decay=decay, **numbers)
     history = run(made, optimizer)
-
-    def textbook(p, gradients, decays):
-        return textbook_adamw(p, gradients, 0.01, 0.8, 0.9, 1e-6, decay if decays else 0.0)
-
-    check(made, start, history, textbook)
-    assert [sorted(state) for state in optimizer.state] == [["first", "second"]] * 2
-    assert all(
-        a.dtype == dtype and a.size == s.parameters.flat.size for s, d in zip(made, optimizer.state) for a in d.values()
-    )
-
-
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("momentum, decay", [(0.0, 0.1), (0.9, 0.0)])
-def test_sgd_is_the_textbook_one(dtype, momentum, decay):
-    made = stages(dtype)
-    start = before(made)
-    history = run(made, optim.SGD(made, lr=0.01, momentum=momentum, weight_decay=decay))
-
-    def textbook(p, gradients, decays):
-        return textbook_sgd(p, gradients, 0.01, momentum, decay if decays else 0.0)
-
-    check(made, start, history, textbook)
+    given = [*numbers.get("betas", ()), *(numbers[name] for name in numbers if name != "betas")]
+    check(made, start, history, lambda p, grads, decays: textbook(p, grads, 0.01, *given, decay if decays else 0.0))
+    for stage, state in zip(made, optimizer.state):
+        assert all(array.dtype == dtype and array.size == stage.parameters.flat.size for array in state.values())
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------
