@@ -8,7 +8,7 @@ saved is not in the cache any more.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from statistics import median
 from time import perf_counter
@@ -33,7 +33,7 @@ TURN = ("FF", "BB", AGAIN, AGAIN, "FF", "IW", "IW")
 
 
 def measure(measured: MeasuredRanks) -> Profile:
-    """Measure layers and messages; collective over all ranks."""
+    """Measure layers and messages of this rank's pipeline; collective over all ranks."""
     problem = measured.problem
     pipe = measured.mesh.pipe
     group = group_of(measured.mesh.comm)
@@ -48,33 +48,20 @@ def measure(measured: MeasuredRanks) -> Profile:
         links[size] = measure_link(pipe, message, action)
         # A training has one size, and libraries keep something for each.
         process = process or process_bytes()
-    everyone = group.gather(
-        "plan: what all ranks have measured", (pipe.rank, layer_costs(measured, action), process)
+    everyone = group_of(pipe).gather(
+        "plan: what the ranks of a pipeline have measured", layer_costs(measured, action)
     )
-    # Replicas wait for the slowest of them.
-    slowest: dict[int, dict[int, RankCosts]] = {}
-    for rank, costs, _ in sorted(everyone, key=lambda entry: _computing(entry[1])):
-        slowest[rank] = costs
     pipeline_costs = {}
     for size in sizes:
-        pipeline_costs[size] = tuple([slowest[rank][size] for rank in range(pipe.size)])
+        pipeline_costs[size] = tuple([costs[size] for costs in everyone])
     return Profile(
         problem.kinds,
         costs=pipeline_costs,
         links=links,
         sizes=sizes,
         states=problem.states,
-        process=max(process for _, _, process in everyone),
+        process=max(group_of(pipe).gather("plan: the bytes of processes", process)),
     )
-
-
-def _computing(costs: Mapping[int, RankCosts]) -> float:
-    """Return the seconds of forwards and backwards of all kinds of layers and sizes."""
-    total = 0.0
-    for of_size in costs.values():
-        for layer in of_size.layers:
-            total += layer.forward + layer.backward
-    return total
 
 
 # Seconds of a rank's layers, by kind and action.

@@ -277,9 +277,10 @@ def cut_by_time(profile: Profile, size: int, stages: int) -> tuple[int, ...]:
 
     `size` are the sequences of a micro-batch.
     """
-    times = [0.0] * len(profile.kinds)
-    for rank in profile.costs[size]:
-        for place, kind in enumerate(profile.kinds):
-            times[place] += rank.layers[kind].forward + rank.layers[kind].backward
-        times[-1] += rank.loss
+    costs = profile.costs[size]
+    times = []
+    for kind in profile.kinds:
+        layers = [rank.layers[kind] for rank in costs]
+        times.append(sum(layer.forward + layer.backward for layer in layers))
+    times[-1] += sum(rank.loss for rank in costs)
     return tuple(stop - start for start, stop in schedules.partition(times, stages))
