@@ -112,6 +112,8 @@ def _costs(profile: Profile, plan: LayerRanges) -> Costs:
     share = plan.rows / (size * schedule.units)
     splits = _splits(schedule)
     link = profile.links[size]
+    # An edge on one rank costs nothing.
+    away = crossings(schedule)
     times = []
     for stage, rank in enumerate(schedule.placement):
         measured = profile.costs[size][rank]
@@ -126,15 +128,13 @@ def _costs(profile: Profile, plan: LayerRanges) -> Costs:
         if stage in splits:
             input_grad = whole.input_grad
             weight_grad = share * whole.weight_grad + action
-        # An edge on one rank costs nothing.
-        comes = crosses(schedule, stage)
-        messages = (comes + crosses(schedule, stage + 1)) * link.message / schedule.slices
+        messages = (away[stage] + away[stage + 1]) * link.message / schedule.slices
         times.append(
             (
                 share * forward + action + messages,
                 share * input_grad + action + messages,
                 weight_grad,
-                comes * link.transfer / schedule.slices,
+                away[stage] * link.transfer / schedule.slices,
                 share * whole.again + action,
             )
         )
@@ -163,6 +163,7 @@ def step_peaks(
     """
     shares = shares or [1 / schedule.slices] * schedule.slices
     splits = _splits(schedule)
+    away = crossings(schedule)
     tables = [0.0] * schedule.ranks
     scratch = [0.0] * schedule.ranks
     activations = []
@@ -170,11 +171,11 @@ def step_peaks(
     for stage, sizes in enumerate(stages):
         rank = schedule.placement[stage]
         # While an action runs, what the one before it has sent is still on the way.
-        leaving = sizes.output * crosses(schedule, stage + 1)
+        leaving = sizes.output * away[stage + 1]
         kept = 0.0
         most = sizes.forward
         if schedule.has_backward(stage):
-            leaving = max(leaving, sizes.input * crosses(schedule, stage))
+            leaving = max(leaving, sizes.input * away[stage])
             kept = sizes.saved
             if stage in splits:
                 kept = max(kept, sizes.pending)
@@ -182,7 +183,7 @@ def step_peaks(
             else:
                 most = max(most, kept + sizes.backward)
         own_input = 0.0
-        if stage and not crosses(schedule, stage):
+        if stage and not away[stage]:
             own_input = sizes.input
         inputs.append(own_input / schedule.slices)
         activations.append((kept + own_input) / schedule.slices)
@@ -192,10 +193,10 @@ def step_peaks(
     return [*zip(peaks, map(add, tables, scratch))]
 
 
-def crosses(schedule: Schedule, edge: int) -> bool:
-    """Return True if the edge into a stage joins two ranks."""
-    ends = schedule.placement[max(0, edge - 1) : edge + 1]
-    return len(set(ends)) == 2
+def crossings(schedule: Schedule) -> list[bool]:
+    """Return whether the edge into each stage, and the one after the last, joins two ranks."""
+    inner = [rank != other for rank, other in pairwise(schedule.placement)]
+    return [False, *inner, False]
 
 
 # -- What a plan decides, and the schedule that follows from it ------------------------------------
@@ -297,10 +298,7 @@ class LayerRanges:
 
     def layers_of(self, rank: int) -> list[int]:
         """Return the places in the model of all layers of one rank of a pipeline."""
-        layers: list[int] = []
-        for start, stop in self.ranges_of(rank):
-            layers += range(start, stop)
-        return layers
+        return [place for ends in self.ranges_of(rank) for place in range(*ends)]
 
 
 def completed(

@@ -27,7 +27,7 @@ from mpipipe.planning.memory import (
     taking,
     tracing,
 )
-from mpipipe.planning.predict import crosses, step_peaks
+from mpipipe.planning.predict import crossings, step_peaks
 from mpipipe.planning.problem import MeasuredRanks, PlanningProblem, attentions, parameters_of
 from mpipipe.planning.profile import Sizes, joined
 from mpipipe.schedules import before_backwards, peak_memory, simulate
@@ -347,7 +347,7 @@ def rank_bytes(
     row = 2 * sum(map(bytes_of, example)) * plan.rows // plan.microbatch_rows
     wide = problem.wide
     peaks = step_peaks(schedule, stages, shares)
-    away = [float(crosses(schedule, edge)) for edge in range(schedule.stages + 1)]
+    away = crossings(schedule)
     # Inputs stay in buffers of messages until their backwards.
     leased = peak_memory(schedule, away[:-1], away[:-1])
     ranks = []
@@ -355,13 +355,10 @@ def rank_bytes(
         ranges = plan.ranges_of(rank)
         places = plan.layers_of(rank)
         count = parameters_of([problem.layers[place] for place in places])
-        receives = 0.0
-        largest = 0.0
-        for stage in schedule.stages_of(rank):
-            receives += schedule.units * (away[stage] + away[stage + 1])
-            for end in stages[max(stage, 1) : stage + 2]:
-                largest = max(largest, end.input)
+        own = schedule.stages_of(rank)
+        receives = schedule.units * sum(away[stage] + away[stage + 1] for stage in own)
         buffers = min(leased[rank] + receive_window(timeline, rank), receives)
+        messages = [end.input for stage in own for end in stages[max(stage, 1) : stage + 2]]
         gradients = sum(problem.gradient_bytes(ranges))
         trained = gradients // wide
         elsewhere = problem.elsewhere_bytes(trained)
@@ -383,7 +380,7 @@ def rank_bytes(
                 gradients=gradients,
                 moments=problem.moment_bytes(trained),
                 activations=round(activations),
-                messages=round(buffers * largest * max(shares)),
+                messages=round(buffers * max(messages, default=0) * max(shares)),
                 scratch=round(scratch),
                 batch=[schedule.placement[0], schedule.placement[-1]].count(rank) * row,
                 start=elsewhere + round(max(layers[place].drawing for place in places)),
