@@ -16,12 +16,12 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
 from functools import total_ordering
-from itertools import chain
 from typing import NamedTuple, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 
 from mpipipe import arrays
+from mpipipe.arrays import Array
 from mpipipe.comm import NcclRow, agree_on_nccl
 from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.job import VALUES, Communicator, group_of, raise_on_all
@@ -53,14 +53,6 @@ class MeasuredNorm(NamedTuple):
 
     norm: float
     bad: NonFiniteParameter | None
-
-
-class Counted(NamedTuple):
-    """The parameters of a stage that count, and where each starts and stops in the flat buffer."""
-
-    stage: PipelineStage
-    owners: list[NonFiniteParameter]
-    ranges: list[tuple[int, int]]
 
 
 class Steps(Protocol):
@@ -130,30 +122,33 @@ class Norm:
 
     def _report(self) -> Report:
         """Measure the squares of the parameters of this rank."""
-        counted = self._counted()
-        rows = []
-        for stage, _, ranges in counted:
-            rows.append(stage.kernels.sums_of_squares(stage.gradients.flat, ranges))
+        rows = [self._squares(stage) for stage in as_stages(self.stages)]
         squares = []
         for row in arrays.download_all(rows):
             squares += row.tolist()
-        return squares, _owners(counted)
+        return squares, self._owners_here()
 
-    def _counted(self) -> list[Counted]:
-        counted = []
+    def _names(self, stage: PipelineStage) -> list[str]:
+        """Return the names of the parameters of a stage that count."""
+        left_out = self.skip | set(stage.tied_copies)
+        return [name for name in stage.gradients if name not in left_out]
+
+    def _owners_here(self) -> list[NonFiniteParameter]:
+        """Return rank, stage and name of each parameter of this rank that counts."""
+        owners = []
         for stage in as_stages(self.stages):
-            gradients = stage.gradients
-            left_out = self.skip | set(stage.tied_copies)
-            owners = []
-            ranges = []
-            for name in gradients:
-                if name not in left_out:
-                    start = gradients.offsets[name]
-                    owners.append(NonFiniteParameter(self._rank, stage.index, name))
-                    ranges.append((start, start + gradients[name].size))
-            if owners:
-                counted.append(Counted(stage, owners, ranges))
-        return counted
+            for name in self._names(stage):
+                owners.append(NonFiniteParameter(self._rank, stage.index, name))
+        return owners
+
+    def _squares(self, stage: PipelineStage, out: Array | None = None) -> Array:
+        """Sum up the squares of each parameter of a stage that counts."""
+        gradients = stage.gradients
+        ranges = []
+        for name in self._names(stage):
+            start = gradients.offsets[name]
+            ranges.append((start, start + gradients[name].size))
+        return stage.kernels.sums_of_squares(gradients.flat, ranges, out=out)
 
 
 def device_of(stages: Sequence[object]) -> str:
@@ -162,11 +157,6 @@ def device_of(stages: Sequence[object]) -> str:
     if len(gpus) == 1 and None not in gpus:
         return "cuda"
     return "cpu"
-
-
-def _owners(counted: Sequence[Counted]) -> list[NonFiniteParameter]:
-    """Rank, stage and name of each number that a rank has a part with."""
-    return list(chain.from_iterable(part.owners for part in counted))
 
 
 def _measured(
@@ -266,7 +256,7 @@ class GlobalNorm(Norm):
             groups.append(group_of(replicas))
         if not agree_on_nccl(groups, device_of(self.stages)).sums:
             return
-        everyone = group.gather(WHAT, _owners(self._counted()))
+        everyone = group.gather(WHAT, self._owners_here())
         start = sum(map(len, everyone[: group.rank]))
         self._here = slice(start, start + len(everyone[group.rank]))
         for owners in everyone:
@@ -302,7 +292,7 @@ class GlobalNorm(Norm):
                 )
             if self._row is None:
                 return
-            now = _owners(self._counted())
+            now = self._owners_here()
             before = self._owners[self._here]
             if now != before:
                 raise ArgumentError(
@@ -346,10 +336,9 @@ class NormOfStep:
         divisor: float = 1.0,
         optimizer: Steps | None = None,
     ) -> None:
-        counted = norm._counted()
         row = norm._row
         self._norm = norm
-        self._owners = norm._owners or _owners(counted)
+        self._owners = norm._owners or norm._owners_here()
         self._scale = scale
         self._optimizer = optimizer
         self._step = 0
@@ -359,10 +348,10 @@ class NormOfStep:
         with nullcontext() if row is None else row.group.failing(WHAT):
             squares = arrays.zeros((len(self._owners),), np.dtype(np.float64), "cuda")
             start = norm._here.start
-            for stage, owners, ranges in counted:
-                part = squares[start : start + len(owners)]
-                stage.kernels.sums_of_squares(stage.gradients.flat, ranges, out=part)
-                start += len(owners)
+            for stage in as_stages(norm.stages):
+                stop = start + len(norm._names(stage))
+                norm._squares(stage, out=squares[start:stop])
+                start = stop
             if row is not None:
                 row.share(squares)
         self.factor = clip_factor(squares, max_norm, scale, divisor)
