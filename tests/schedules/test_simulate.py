@@ -11,22 +11,6 @@ from support.tolerance import close
 from mpipipe import schedules
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import Costs, peak_memory, simulate, with_recompute
-from mpipipe.tracing.efficiency import efficiencies
-from mpipipe.tracing.segments import PARTS
-
-
-@pytest.mark.parametrize("ranks, microbatches", [(1, 1), (2, 4), (4, 8), (2, 16), (4, 4), (4, 2)])
-def test_efficiency_of_1f1b_is_that_of_the_literature_and_of_a_trace_in_which_ranks_compute_or_wait(
-    ranks, microbatches
-):
-    timeline = simulate(schedules.one_f_one_b(ranks, microbatches), Costs(2, 1, 1))  # F as long as B
-    close(1 + timeline.efficiency, 1 + microbatches / (microbatches + ranks - 1), 4)
-    busy = [sum(end - start for _, start, end in spans) for spans in timeline.spans]
-    parts = {
-        rank: {**dict.fromkeys(PARTS, 0.0), "compute": time, "bubble": timeline.makespan - time}
-        for rank, time in enumerate(busy)
-    }
-    close(1 + timeline.efficiency, 1 + efficiencies(parts).parallel, 4)
 
 
 @given(schedule=runnable_schedules())
