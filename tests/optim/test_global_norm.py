@@ -156,13 +156,6 @@ def test_all_ranks_let_mpi_gather_where_nccl_cannot_be_used(own, comm, monkeypat
 # -- misuse and failures -----------------------------------------------------------------------------------------------
 
 
-def test_a_communicator_beside_a_global_norm_is_refused(own, comm):
-    stages = made(comm.rank)
-    with optim.GlobalNorm(stages, comm) as over:
-        with pytest.raises(ArgumentError, match="over with comm or skip"):
-            optim.clip_by_global_norm(stages, 1.0, comm, {"0.bias"}, over=over)
-
-
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("why", ["other stages", "other parameters", "a failure"])
 def test_a_rank_that_cannot_take_part_ends_all_of_them(own, comm, why):

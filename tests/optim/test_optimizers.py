@@ -1,6 +1,7 @@
 """Optimizers and curves against textbook float64 versions; groups, state by names, stages of a user's own."""
 
 import math
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -191,14 +192,6 @@ def test_a_function_sees_complex_parameters_in_their_own_shape():
     np.testing.assert_array_equal(Own.parameters["c"], -2 + 4j)
 
 
-@pytest.mark.parametrize("make", [
-    lambda: optim.Group("*", lr=-1), lambda: optim.Group("*", weight_decay=float("nan")),
-])  # fmt: skip
-def test_what_is_no_group_is_refused(make):
-    with pytest.raises(ArgumentError, match="group"):
-        make()
-
-
 # -- the state by the names of parameters -----------------------------------------------------------------------------
 
 
@@ -316,19 +309,6 @@ def test_parameters_in_half_precision_are_measured_and_not_updated(dtype):
         assert "float32" in caught.value.remedy
 
 
-@pytest.mark.parametrize(
-    "stage, match",
-    [
-        (SimpleNamespace(), "without flat parameters"),
-        (SimpleNamespace(parameters=SimpleNamespace(flat=np.zeros(3)), gradients=None), "without a one-dimensional"),
-        (SimpleNamespace(parameters=None, gradients=SimpleNamespace(flat=np.zeros(3))), "without a one-dimensional"),
-    ],
-)
-def test_a_stage_that_cannot_be_updated_is_refused(stage, match):
-    with pytest.raises(ArgumentError, match=match):
-        optim.SGD([stage], lr=0.1)
-
-
 # -- learning-rate curves ---------------------------------------------------------------------------------------------
 
 
@@ -341,18 +321,44 @@ def test_warmup_cosine_rises_peaks_and_falls_to_the_floor():
     close(rates[99:], np.full(21, 0.2), 8, 2.0)
 
 
-@pytest.mark.parametrize("arguments", [(-1, 5, 1.0, 0), (0, 0, 1.0, 0), (0, 5, 1.0, 6), (0, 5, 1.0, -1)])
-def test_impossible_curves_are_refused(arguments):
-    with pytest.raises(ArgumentError):
-        optim.warmup_cosine(*arguments)
-
-
 def test_a_stage_without_parameters_has_the_kinds_of_state():
     """Else a checkpoint of a pipeline with a frozen stage cannot be loaded on its rank."""
     for stage in (nn.Stage([nn.Gelu()]), nn.Stage([nn.Linear(2, 2)], frozen=["*"])):
         assert optim.AdamW([stage], lr=0.1).named_state() == {"first": {}, "second": {}}
 
 
-def test_groups_that_are_none_are_refused_at_once():
-    with pytest.raises(ArgumentError, match=r"a list of optim\.Group"):
-        optim.AdamW([nn.Stage([nn.Linear(2, 2)])], lr=0.1, groups=[("*", 0.5)])
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def step_of(**keys):
+    return lambda: optim.scaled_step(optim.SGD([own()], 0.1), optim.LossScaler(), **keys)
+
+
+def stage_with(parameters, gradients):
+    return SimpleNamespace(parameters=parameters, gradients=gradients)
+
+
+FLAT = SimpleNamespace(flat=np.zeros(3))
+SCALES = [dict(initial=0.5), dict(initial=math.inf), dict(initial=math.nan), dict(growth=0.5), dict(backoff=1.0),
+          dict(backoff=0), dict(interval=0)]  # fmt: skip
+REFUSED = [
+    *((partial(optim.clip_by_global_norm, [own()], limit), "max_norm") for limit in (0, -1.0, math.nan)),
+    *((step_of(max_norm=limit), "max_norm") for limit in (0, -1.0, math.nan)),
+    (step_of(skip={"w"}, over=optim.GlobalNorm([own()])), "over with comm or skip"),
+    *((partial(optim.LossScaler, **keys), "wrong scaling of the loss") for keys in SCALES),
+    *((partial(optim.warmup_cosine, *given), "wrong learning-rate curve")
+      for given in ((-1, 5, 1.0, 0), (0, 0, 1.0, 0), (0, 5, 1.0, 6), (0, 5, 1.0, -1))),
+    (lambda: optim.Group("*", lr=-1), "lr of a group"),
+    (lambda: optim.Group("*", weight_decay=math.nan), "weight_decay of a group"),
+    (lambda: optim.AdamW([own()], lr=0.1, groups=[("*", 0.5)]), r"a list of optim\.Group"),
+    (lambda: optim.SGD([SimpleNamespace()], lr=0.1), "without flat parameters"),
+    (lambda: optim.SGD([stage_with(FLAT, None)], lr=0.1), "without a one-dimensional"),
+    (lambda: optim.SGD([stage_with(None, FLAT)], lr=0.1), "without a one-dimensional"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_what_cannot_be_meant_is_refused(number):
+    call, match = REFUSED[number]
+    with pytest.raises(ArgumentError, match=match):
+        call()

@@ -1,12 +1,10 @@
 """Scaling of the loss: the sequence of scales, steps left out on every rank, and what it is for."""
 
-import math
 
 import numpy as np
 import pytest
 
 from mpipipe import nn, optim
-from mpipipe.errors import ArgumentError
 
 RANDOM = np.random.default_rng(13)
 
@@ -53,13 +51,3 @@ def test_the_step_with_which_the_scale_grows_has_the_scale_of_its_gradients():
     stage.gradients.flat[...] = 8
     optim.scaled_step(optimizer, scaler)
     assert scaler.scale == 16 and stage.parameters["0.gain"].tolist() == [0.5, 0.5]
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [dict(initial=0.5), dict(initial=math.inf), dict(growth=0.5), dict(backoff=1.0), dict(backoff=0), dict(interval=0),
-     dict(initial=math.nan)],
-)  # fmt: skip
-def test_impossible_scaling_is_refused(arguments):
-    with pytest.raises(ArgumentError):
-        optim.LossScaler(**arguments)

@@ -1,6 +1,5 @@
 """The simulator against closed forms and counts by hand; every action of any schedule is in test_slices.py."""
 
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
