@@ -274,15 +274,6 @@ def test_sgd_without_names_decays_everything():
     assert set(optimizer.named_state()["momentum"]) == {"flat"}
 
 
-def test_ranges_of_decay_may_be_the_stages_own():
-    stage = own()
-    before = stage.parameters["v"].copy()
-    stage.decay_ranges = [(0, stage.parameters.flat.size, False)]
-    stage.gradients.flat[...] = 0
-    optim.AdamW([stage], lr=0.1, weight_decay=0.5).step()
-    np.testing.assert_array_equal(stage.parameters["v"], before)
-
-
 def test_the_norm_counts_users_stages_and_those_of_layers_together(pair):
     layers = nn.Stage([nn.Linear(3, 3)], dtype="float64", first=pair.rank)
     layers.gradients.flat[...] = 1 + pair.rank

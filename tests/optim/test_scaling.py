@@ -1,6 +1,5 @@
 """Scaling of the loss: the sequence of scales, steps left out on every rank, and what it is for."""
 
-
 import numpy as np
 import pytest
 

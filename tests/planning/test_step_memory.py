@@ -9,7 +9,6 @@ import pytest
 from support.small_training import estimate
 
 from mpipipe import nn, optim, schedules
-from mpipipe.errors import ArgumentError
 from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
 from mpipipe.pipeline import Pipeline
@@ -201,14 +200,6 @@ def test_buffers_of_messages_are_as_many_as_are_posted_or_wait_for_a_backward():
     first, second = estimate_task(lambda comm: (config, Columns()), 2).ranks
     message = 16 * 64 * 4
     assert second.messages == 4 * message and message <= first.messages <= 4 * message
-
-
-def test_replicas_and_rings_divide_the_ranks():
-    found = estimate(TrainConfig(**SIZES, pipe=2, seq=2), GPT, 8)
-    assert (found.problem.ranks, found.problem.replicas, found.problem.seq) == (2, 2, 2)
-    assert found.plan.rows == 4
-    with pytest.raises(ArgumentError, match="the mesh does not fit the ranks"):
-        estimate(TrainConfig(**SIZES, pipe=3), GPT, 4)
 
 
 @pytest.mark.long

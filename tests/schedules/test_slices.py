@@ -11,15 +11,11 @@ from support.tolerance import close
 
 from mpipipe import schedules
 from mpipipe.errors import ArgumentError, ScheduleError
-from mpipipe.schedules import Action, Costs, Schedule, by_name, check, from_csv, names, simulate
+from mpipipe.schedules import Action, Costs, Schedule, by_name, check, names, simulate
 
 SLICES = (1, 2, 3, 8)
 EVERY = [(name, chunks) for chunks in (1, 2) for name in [*names(chunks), "forward_only"]]
 sliced_schedules = st.integers(1, 4).flatmap(runnable_schedules)
-
-
-def rows(text):
-    return text.replace(" | ", "\n").replace(" ", ",")
 
 
 @pytest.mark.parametrize("name, chunks", EVERY)
@@ -98,38 +94,6 @@ def test_two_slices_of_a_sequence_that_change_places_are_refused_by_name(schedul
     assert refusal.value.microbatch < schedule.microbatches and ">" in str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    "text, marked, reason, expected, place",
-    [
-        ("0F0.1 0F0.0 0B0.1 0B0.0", "0F0.1", "F of slice 1 before that of slice 0: F's rise within micro-batch 0",
-         "0F0.0 earlier on this rank", (0, 1)),
-        ("0F0.0 0F0.1 0B0.0 0B0.1", "0B0.0", "B of slice 0 before that of slice 1: backwards fall within micro-batch 0",
-         "0B0.1 earlier on this rank", (0, 0)),
-        ("0F0.0 0F0.1 0F1.0 0F1.1 0I0.1 0I1.0 0W0.1 0B0.0 0B1.1 0W1.0", "0I1.0", "backwards fall within micro-batch 1",
-         "0I1.1 earlier", (1, 0)),
-        ("0F0.0 0B0.0 0F0.1 0B0.1", "0B0.0", "B of slice 0 before that of slice 1", "0B0.1 earlier", (0, 0)),
-        ("0F0.0 0F0.1 0B0.1", "0B0.0?", "0B0.0 is missing", "one F, and either", (0, 0)),
-        ("0F0.0 0F0.1 0B0.1 0B0.1", "0B0.1", "the input gradient comes twice", "one 0B0.1, or one 0I0.1", (0, 1)),
-        ("0F0.0 0F0.1 0R0.0 0B0.1 0B0.0 0R0.1", "0R0.1", "R after its backward", "between 0F0.1", (0, 1)),
-        ("0F0.0 0B0.1 0F0.1 0B0.0 | 1F0.0 1F0.1 1B0.1 1B0.0", "0B0.1", "B before its forward", "0F0.1 earlier",
-         (0, 1)),
-        ("0F0.0 0F0.1 0B0.1 0F1.0 0F1.1 0B0.0 0B1.1 0B1.0 | 1F0.0 1F0.1 1F1.0 1B0.1 1B0.0 1F1.1 1B1.1 1B1.0",
-         "0B0.1", "rank 0 at 0B0.1 waits for 1B0.1, later on rank 1", "no ranks wait for each other", (0, 1)),
-    ],
-)  # fmt: skip
-def test_a_broken_sequence_is_refused_with_the_cell_its_micro_batch_and_its_slice(
-    text, marked, reason, expected, place
-):
-    with pytest.raises(ScheduleError) as refusal:
-        check(from_csv(rows(text)))
-    error = refusal.value
-    assert f">{marked}<" in str(error) and reason in str(error) and expected in str(error.expected)
-    assert (error.microbatch, error.slice) == place
-    assert f"micro-batch {place[0]}, slice {place[1]}: " in str(error)
-    for line in rows(text).split("\n"):
-        assert all(cell in str(error) for cell in line.split(","))
-
-
 def test_slices_are_a_part_of_what_a_schedule_is():
     orders = [[*(Action(0, "F", unit) for unit in range(4)), *(Action(0, "B", unit) for unit in (3, 2, 1, 0))]]
     same = [Schedule("made", (0,), 4 // slices, orders, slices=slices) for slices in (1, 2, 4)]
@@ -141,24 +105,6 @@ def test_slices_are_a_part_of_what_a_schedule_is():
 
 
 # -- Text --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "text, where, remedy",
-    [
-        ("0F0.0 0F0.1 0B0.1 0B0", "row 1, column 4: no slice", "write 0B0.0"),
-        ("0F0 0B0 | 1F0.0 1B0.1", "row 1, column 1: no slice", "write 0F0.0"),
-        ("0F0. 0B0.1", "row 1, column 1: not an action", "[.<slice>]"),
-        ("0F0.0.0", "row 1, column 1: not an action", "[.<slice>]"),
-        ("0F0.-1", "row 1, column 1: not an action", "[.<slice>]"),
-        ("0F0.1 1B0.0 | 1F0.0 0B0.0", "row 2: 1F0.0 is on another rank", "in one row"),
-        ("0F0.99999999999999999999", "most actions of the schedule are missing", "at least 100000000000000000000"),
-    ],
-)
-def test_a_table_whose_slices_do_not_fit_is_refused(text, where, remedy):
-    with pytest.raises(ScheduleError) as refusal:
-        from_csv(rows(text))
-    assert where in str(refusal.value) and remedy in str(refusal.value)
 
 
 def test_drawings_write_the_slice():

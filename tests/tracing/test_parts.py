@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from support.made_records import made
 
 from mpipipe import schedules
-from mpipipe.errors import ArgumentError
 from mpipipe.tracing import Trace
 from mpipipe.tracing.segments import PARTS
 
@@ -171,9 +170,3 @@ def test_efficiencies_of_a_step_by_hand():
     assert found.serialisation == pytest.approx(1.5 / whole)
     assert found.parallel == pytest.approx(fmean(compute) / whole)
     assert found.transfer == 1
-
-
-def test_a_record_without_steps_is_refused():
-    schedule = schedules.gpipe(2, 2)
-    with pytest.raises(ArgumentError, match="no step that all ranks have recorded"):
-        Trace(schedule, made(schedule, even, steps=0))
