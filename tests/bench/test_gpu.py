@@ -2,17 +2,14 @@
 
 import json
 import math
-import sys
 from inspect import signature
 
 import pytest
-from support.command_line import invoke
 
 from mpipipe import arrays
 from mpipipe.bench.gpu import kernels, run, steps
 from mpipipe.bench.gpu.run import PARTS
 from mpipipe.bench.timing import Row
-from mpipipe.job import settings
 from mpipipe.language.models import GPT
 
 TINY = GPT(vocab=40, dim=16, layers=2, heads=2, seq_len=16, tied=True)
@@ -71,23 +68,6 @@ def test_a_step_that_runs_without_graphs_has_no_row_that_says_graphs(gpu):
 @pytest.mark.parametrize("part", PARTS.values(), ids=list(PARTS))
 def test_quick_sizes_are_parameters(part):
     assert "repeats" in part.quick and set(part.quick) <= set(signature(part.measure).parameters)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("job", ["", "2"])
-def test_a_process_without_mpi_measures_alone_unless_it_is_one_of_several(monkeypatch, capsys, job):
-    monkeypatch.setitem(sys.modules, "mpi4py", None)
-    for name in settings.SIZE_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PMI_SIZE", job)
-    calls = []
-    monkeypatch.setattr(run, "run", lambda *given: calls.append(given))
-    outcome = invoke("bench", "gpu", "--quick", "--no-peers", "--part", "memory")
-    if job:
-        assert outcome.code == 1 and not calls
-    else:
-        assert outcome.code == 0, outcome
-        assert calls[0][:5] == (["memory"], None, None, False, True) and calls[0][5].size == 1
 
 
 def part_of(*rows):

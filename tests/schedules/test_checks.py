@@ -35,6 +35,8 @@ WRONG = [
     *((partial(by_name, name, ranks=2, chunks=3, microbatches=4), "two stages") for name in registry.TWO_STAGES),
     (partial(by_name, "gpipe", ranks=2, chunks=2, microbatches=4), r"one stage per rank(.|\n)*interleaved_1f1b"),
     (partial(schedules.gpipe, 3, 3, backward="random"), "random"),
+    *((partial(by_name, name, ranks=2, microbatches=2, slices=slices), "slices is not a count")
+      for name in NAMES for slices in (0, -1, 1.5, "2", None)),
     *((partial(simulate, PLAIN, Costs(forward=cost)), "forward") for cost in COSTS),
     *((partial(simulate, SLICED, Costs(slices=times)), "times of slices do not fit") for times in TIMES),
     *((partial(lower_bound, SLICED, Costs(slices=times)), "times of slices do not fit") for times in TIMES),

@@ -185,6 +185,9 @@ def test_actions_that_no_rank_can_run_are_refused():
 def test_placements_that_make_no_pipeline_are_refused(placement, microbatches, orders):
     with pytest.raises(ScheduleError):
         check(Schedule("bad", placement, microbatches, orders))
+    for slices in (0, 1.5, "2"):
+        with pytest.raises(ScheduleError, match="whole number of slices"):
+            check(Schedule("bad", (0,), 1, [[Action(0, "F", 0)]], slices=slices))
 
 
 def test_of_a_large_schedule_the_surroundings_of_the_cell_are_shown():

@@ -7,7 +7,7 @@ from support.random_schedules import runnable_schedules
 from support.tolerance import close
 
 from mpipipe import schedules
-from mpipipe.schedules import Costs, peak_memory, simulate, with_recompute
+from mpipipe.schedules import peak_memory, simulate, with_recompute
 
 
 @given(schedule=runnable_schedules())
@@ -21,15 +21,6 @@ def test_peak_is_the_largest_number_of_open_intervals(schedule):
         spans = [(start, closes[stage, microbatch]) for start, stage, microbatch in opened]
         expected.append(max(sum(start <= slot <= end for start, end in spans) for slot in range(len(order))))
     assert simulate(schedule).peak_activations == expected
-
-
-def test_free_actions_make_no_bubble():
-    timeline = simulate(schedules.gpipe(2, 2), Costs(0, 0, 0))
-    assert (timeline.makespan, timeline.bubble_fraction, timeline.bubble_ratio, timeline.efficiency) == (0, 0, 0, 1)
-
-
-def test_costs_of_stages_have_a_mean_that_fits_any_number_of_them():
-    assert Costs([1, 3], 2, [0, 4], [0, 1]).average(2) == Costs(2, 2, 2, 0.5, 2)
 
 
 def test_large_schedules_are_built_checked_and_simulated():

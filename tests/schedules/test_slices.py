@@ -10,7 +10,7 @@ from support.random_schedules import runnable_schedules
 from support.tolerance import close
 
 from mpipipe import schedules
-from mpipipe.errors import ArgumentError, ScheduleError
+from mpipipe.errors import ScheduleError
 from mpipipe.schedules import Action, Costs, Schedule, by_name, check, names, simulate
 
 SLICES = (1, 2, 3, 8)
@@ -56,15 +56,6 @@ def test_lifo_falls_as_a_whole():
     made = schedules.gpipe(2, 2, "lifo", slices=2)
     check(made)
     assert made.to_csv().splitlines()[0] == "0F0.0,0F0.1,0F1.0,0F1.1,0B1.1,0B1.0,0B0.1,0B0.0"
-
-
-@pytest.mark.parametrize("slices", [0, -1, 1.5, "2", None])
-def test_what_is_no_number_of_slices_is_refused(slices):
-    for name, chunks in EVERY:
-        with pytest.raises(ArgumentError, match="slices is not a count"):
-            by_name(name, ranks=2, chunks=chunks, microbatches=2, slices=slices)
-    with pytest.raises(ScheduleError, match="whole number of slices"):
-        check(Schedule("made", (0,), 1, [[Action(0, "F", 0)]], slices=slices))
 
 
 # -- The proof ---------------------------------------------------------------------------------------------------------
