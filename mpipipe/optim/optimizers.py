@@ -407,7 +407,7 @@ class Group:
         return bool(self.match(name, shape))
 
 
-class Piece(NamedTuple):
+class GroupPiece(NamedTuple):
     """A part of the flat buffers with one learning rate and one weight decay."""
 
     start: int
@@ -418,7 +418,7 @@ class Piece(NamedTuple):
 
 def pieces(
     stage: PipelineStage, groups: Sequence[Group], share: tuple[int, int], weight_decay: float
-) -> Iterator[Piece]:
+) -> Iterator[GroupPiece]:
     """Cut a share of the flat buffers of a stage where groups or the decay of parameters change.
 
     A gap goes with the parameter before it.
@@ -449,7 +449,7 @@ def pieces(
             if decay is None:
                 decay = weight_decay * decays
             if start < stop:
-                yield Piece(start, stop, group.lr, decay)
+                yield GroupPiece(start, stop, group.lr, decay)
 
 
 def duplicate_name_error(name: str, ranks: Sequence[int] = ()) -> ArgumentError:

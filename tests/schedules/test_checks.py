@@ -49,10 +49,10 @@ WRONG = [
     (partial(schedules.zero_bubble_2p, 4, 8, memory_limit=0.5), "at least 1"),
     (partial(schedules.zero_bubble_2p, 2, 2, memory_limit=2, slices=3), "at least 3"),
     (partial(schedules.zero_bubble_2p, 4, 8, kept=1.5), "0 to 1"),
-    *((partial(schedules.partition, costs, stages), "") for costs, stages in PARTS),
+    *((partial(schedules.partition, costs, stages), "the cost of layer 1|stages") for costs, stages in PARTS),
     *((partial(schedules.with_frozen, schedules.gpipe(2, 1), frozen), "do not fit the schedule")
       for frozen in ({0, 1}, {2}, {-1})),
-    *((partial(PLAIN.forward_only_part, microbatches), "") for microbatches in (0, 8, "2")),
+    *((partial(PLAIN.forward_only_part, microbatches), "microbatches=") for microbatches in (0, 8, "2")),
     (partial(Links, 0, 1, node_size=8, nic_ranks=3), "does not hold the ranks of whole NICs"),
     *((partial(simulate_flows, schedules.gpipe(2, 1), Costs(), Links(1, 1), places), "the ranks of the schedule")
       for places in ([(0,)], [(0, 1, 2)])),
