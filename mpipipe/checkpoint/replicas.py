@@ -11,7 +11,7 @@ host: copying arrays of a GPU there takes less time than hashing.
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -28,15 +28,16 @@ from mpipipe.stages import StageLike, as_stages
 WHAT = "checkpoint.check_replicas"
 LISTED = 4  # arrays that an error writes out
 ABSENT = "absent"
+ANYWHERE = -1  # the place of tied parameters, which may be on several
 
 
 class Hashes(NamedTuple):
-    """The hashes of a rank at place `pipe`, by name, and names that are one parameter."""
+    """The hashes of a rank at place `pipe`, by name, and what those names are tied by that are."""
 
     pipe: int
     host: str
     hashes: dict[str, str]
-    ties: dict[str, list[str]]  # kind and key -> names
+    ties: dict[str, str]  # name -> kind and key
 
 
 class Difference(NamedTuple):
@@ -106,34 +107,27 @@ def compare(everyone: Sequence[Hashes]) -> list[Difference]:
 
     Those differences that name few ranks come first.
     """
+    # An array must be equal on the ranks at a place, and a tied parameter in all its places.
+    values: dict[tuple[int, str], dict[int, set[str]]] = {}
+    names: dict[tuple[int, str], set[str]] = {}
+    for rank, local in enumerate(everyone):
+        for name, value in local.hashes.items():
+            kinds = [(local.pipe, name)]
+            if name in local.ties:
+                kinds.append((ANYWHERE, local.ties[name]))
+            for kind in kinds:
+                values.setdefault(kind, {}).setdefault(rank, set()).add(value)
+                names.setdefault(kind, set()).add(name)
     differences = []
-    for pipe in sorted({local.pipe for local in everyone}):
-        same = {}
+    for kind, of_ranks in sorted(values.items()):
         for rank, local in enumerate(everyone):
-            if local.pipe == pipe:
-                same[rank] = local.hashes
-        for name in sorted(set().union(*same.values())):
-            values = {}
-            for rank, hashes in same.items():
-                values[rank] = {hashes.get(name, ABSENT)}
-            differences += _difference(name, values)
-    for key in sorted(set().union(*(local.ties for local in everyone))):
-        names: set[str] = set()
-        values = {}
-        for rank, local in enumerate(everyone):
-            if key in local.ties:
-                names.update(local.ties[key])
-                values[rank] = {local.hashes[name] for name in local.ties[key]}
-        differences += _difference(" = ".join(sorted(names)), values)
+            if local.pipe == kind[0]:
+                of_ranks.setdefault(rank, {ABSENT})
+        if len(set().union(*of_ranks.values())) > 1:
+            texts = [(rank, " and ".join(sorted(of_ranks[rank]))) for rank in sorted(of_ranks)]
+            named = " = ".join(sorted(names[kind]))
+            differences.append(Difference(named, rank_list.by_text(texts)))
     return sorted(differences, key=lambda difference: len(difference.odd))
-
-
-def _difference(name: str, values: Mapping[int, set[str]]) -> list[Difference]:
-    """Return what differs in an array between the ranks; [] if nothing does."""
-    if len(set().union(*values.values())) == 1:
-        return []
-    ranks_of = rank_list.by_text((rank, " and ".join(sorted(values[rank]))) for rank in values)
-    return [Difference(name, ranks_of)]
 
 
 def _held(mesh: Mesh, stages: Sequence[object], optimizer: Optimizer | None) -> Hashes:
@@ -150,15 +144,15 @@ def _held(mesh: Mesh, stages: Sequence[object], optimizer: Optimizer | None) -> 
         if place not in known:
             known[place] = hash_of(array)
         hashes[name] = known[place]
-    ties: dict[str, list[str]] = {}
-    kinds = {name.split("/", 1)[0] for name in hashes}
+    keys = {}
     for stage in as_stages(stages):
         for key, names in stage.ties.items():
-            for kind in sorted(kinds):
-                for name in names:
-                    # not every optimizer has every kind of state for every parameter
-                    if f"{kind}/{name}" in hashes:
-                        ties.setdefault(f"{kind}/{key}", []).append(f"{kind}/{name}")
+            keys.update(dict.fromkeys(names, key))
+    ties = {}
+    for tied in hashes:
+        kind, name = tied.split("/", 1)
+        if name in keys:
+            ties[tied] = f"{kind}/{keys[name]}"
     return Hashes(mesh.coords.pipe, socket.gethostname(), hashes, ties)
 
 

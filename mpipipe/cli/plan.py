@@ -87,9 +87,9 @@ def plan(
                 if out is not None:
                     keys["pipe"] = problem.ranks
                     keys["seq"] = problem.seq
-                    if report.order is not None:
-                        keys["mesh_order"] = report.order
-                    write(Path(out), keys, report.choice)
+                    if report.best.order is not None:
+                        keys["mesh_order"] = report.best.order
+                    write(Path(out), keys, report.best.choice)
 
     return on_ranks(work)()
 
@@ -112,7 +112,7 @@ def make_plans(
 
 
 def show(report: PlanReport) -> None:
-    """Write the best plans to the standard output, and the lines of a job script for them."""
+    """Write the best plans to the standard output."""
     lines = [
         *table(report.plans),
         f"real steps take {report.profile.scale:.3f} of what measured layers and messages add up "
@@ -120,13 +120,8 @@ def show(report: PlanReport) -> None:
     ]
     if report.oversubscribed:
         lines.append(report.oversubscribed)
-    if report.links is not None and report.order is not None:
-        lines += launch_lines(report.order, report.links)
-    lines += [
-        "the lines of a script of SLURM, such as jobs/train.sbatch, for these ranks and threads:",
-        f"#SBATCH --ntasks-per-node={report.ranks_per_node}",
-        f"#SBATCH --cpus-per-task={report.threads}",
-    ]
+    if report.links is not None and report.best.order is not None:
+        lines += launch_lines(report.best.order, report.links)
     _say(*lines)
 
 

@@ -358,10 +358,10 @@ class TextTask(Task):
             return nn.HeadCrossEntropy(stage)
         return nn.softmax_cross_entropy
 
-    def message_shape(self, rows: int, shard: Shard) -> tuple[int, ...] | None:
-        if self.head_slices > 1:  # slices hand on several arrays
-            return None
-        return rows, self._length(shard), self.model.dim
+    @property
+    def alike(self) -> bool:
+        # Slices of a head hand on several arrays.
+        return self.head_slices == 1
 
     def _length(self, shard: Shard) -> int:
         """Return how many positions of a sequence this rank has."""

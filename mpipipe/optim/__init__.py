@@ -8,7 +8,7 @@ step         clipping, the scale of the loss, and steps with a norm and a scale
 
 from __future__ import annotations
 
-from mpipipe.optim.norm import GlobalNorm
+from mpipipe.optim.norm import GlobalNorm, NormOfStep
 from mpipipe.optim.optimizers import (
     SGD,
     AdamW,
@@ -18,7 +18,7 @@ from mpipipe.optim.optimizers import (
     warmup_cosine,
 )
 from mpipipe.optim.shards import StateShard
-from mpipipe.optim.step import LossScaler, NormOfStep, clip_by_global_norm, scaled_step
+from mpipipe.optim.step import LossScaler, clip_by_global_norm, scaled_step
 
 # The rest is internal.
 __all__ = [

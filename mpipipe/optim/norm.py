@@ -15,12 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
-from itertools import chain
-from typing import NamedTuple, NoReturn, TypeAlias
+from functools import total_ordering
+from typing import NamedTuple, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 
 from mpipipe import arrays
+from mpipipe.arrays import Array
 from mpipipe.comm import NcclRow, agree_on_nccl
 from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.job import VALUES, Communicator, group_of, raise_on_all
@@ -54,12 +55,10 @@ class MeasuredNorm(NamedTuple):
     bad: NonFiniteParameter | None
 
 
-class Counted(NamedTuple):
-    """The parameters of a stage that count, and where each starts and stops in the flat buffer."""
+class Steps(Protocol):
+    """An optimizer that counts its steps."""
 
-    stage: PipelineStage
-    owners: list[NonFiniteParameter]
-    ranges: list[tuple[int, int]]
+    steps: int
 
 
 # Squares of each parameter of a rank, and whose they are.
@@ -123,30 +122,33 @@ class Norm:
 
     def _report(self) -> Report:
         """Measure the squares of the parameters of this rank."""
-        counted = self._counted()
-        rows = []
-        for stage, _, ranges in counted:
-            rows.append(stage.kernels.sums_of_squares(stage.gradients.flat, ranges))
+        rows = [self._squares(stage) for stage in as_stages(self.stages)]
         squares = []
         for row in arrays.download_all(rows):
             squares += row.tolist()
-        return squares, _owners(counted)
+        return squares, self._owners_here()
 
-    def _counted(self) -> list[Counted]:
-        counted = []
+    def _names(self, stage: PipelineStage) -> list[str]:
+        """Return the names of the parameters of a stage that count."""
+        left_out = self.skip | set(stage.tied_copies)
+        return [name for name in stage.gradients if name not in left_out]
+
+    def _owners_here(self) -> list[NonFiniteParameter]:
+        """Return rank, stage and name of each parameter of this rank that counts."""
+        owners = []
         for stage in as_stages(self.stages):
-            gradients = stage.gradients
-            left_out = self.skip | set(stage.tied_copies)
-            owners = []
-            ranges = []
-            for name in gradients:
-                if name not in left_out:
-                    start = gradients.offsets[name]
-                    owners.append(NonFiniteParameter(self._rank, stage.index, name))
-                    ranges.append((start, start + gradients[name].size))
-            if owners:
-                counted.append(Counted(stage, owners, ranges))
-        return counted
+            for name in self._names(stage):
+                owners.append(NonFiniteParameter(self._rank, stage.index, name))
+        return owners
+
+    def _squares(self, stage: PipelineStage, out: Array | None = None) -> Array:
+        """Sum up the squares of each parameter of a stage that counts."""
+        gradients = stage.gradients
+        ranges = []
+        for name in self._names(stage):
+            start = gradients.offsets[name]
+            ranges.append((start, start + gradients[name].size))
+        return stage.kernels.sums_of_squares(gradients.flat, ranges, out=out)
 
 
 def device_of(stages: Sequence[object]) -> str:
@@ -155,11 +157,6 @@ def device_of(stages: Sequence[object]) -> str:
     if len(gpus) == 1 and None not in gpus:
         return "cuda"
     return "cpu"
-
-
-def _owners(counted: Sequence[Counted]) -> list[NonFiniteParameter]:
-    """Rank, stage and name of each number that a rank has a part with."""
-    return list(chain.from_iterable(part.owners for part in counted))
 
 
 def _measured(
@@ -259,7 +256,7 @@ class GlobalNorm(Norm):
             groups.append(group_of(replicas))
         if not agree_on_nccl(groups, device_of(self.stages)).sums:
             return
-        everyone = group.gather(WHAT, _owners(self._counted()))
+        everyone = group.gather(WHAT, self._owners_here())
         start = sum(map(len, everyone[: group.rank]))
         self._here = slice(start, start + len(everyone[group.rank]))
         for owners in everyone:
@@ -295,7 +292,7 @@ class GlobalNorm(Norm):
                 )
             if self._row is None:
                 return
-            now = _owners(self._counted())
+            now = self._owners_here()
             before = self._owners[self._here]
             if now != before:
                 raise ArgumentError(
@@ -306,42 +303,98 @@ class GlobalNorm(Norm):
                 )
 
 
-class NormOnDevice:
-    """The norm of all gradients, begun on the device.
+@total_ordering
+class NormOfStep:
+    """A norm that is begun on a GPU; reading it by `float()` or comparing waits for the GPU.
 
-    `factor`, () in float64, is what to multiply gradients by.
+    It is no number of Python: `round`, `sum` and `json.dumps` take `float(norm)`.
 
-    It is NaN where a gradient is not finite. The numbers are those of `clip_factor`.
+    Where a gradient was not finite, the device has left the step out. Reading raises NonFiniteError
+    then, and so does the next step with the same scaler that finds this one done.
+
+    Parameters
+    ----------
+    norm : Norm
+        Over which stages and ranks.
+    max_norm, scale, divisor : float
+        As for `clip_factor`.
+    optimizer : SGD or AdamW, optional
+        Which is asked for a step right after; its count is put right where the device has left the
+        step out.
+
+    Attributes
+    ----------
+    factor : cupy.ndarray
+        What to multiply gradients by, () of float64; NaN where a gradient is not finite.
     """
 
-    def __init__(self, norm: Norm, max_norm: float, scale: float, divisor: float = 1.0) -> None:
-        counted = norm._counted()
+    def __init__(
+        self,
+        norm: Norm,
+        max_norm: float,
+        scale: float,
+        divisor: float = 1.0,
+        optimizer: Steps | None = None,
+    ) -> None:
         row = norm._row
-        self._owners = norm._owners or _owners(counted)
-        self._row = row
+        self._norm = norm
+        self._owners = norm._owners or norm._owners_here()
         self._scale = scale
+        self._optimizer = optimizer
+        self._step = 0
+        if optimizer is not None:
+            self._step = optimizer.steps + 1
+        self._measured: MeasuredNorm | None = None
         with nullcontext() if row is None else row.group.failing(WHAT):
             squares = arrays.zeros((len(self._owners),), np.dtype(np.float64), "cuda")
             start = norm._here.start
-            for stage, owners, ranges in counted:
-                part = squares[start : start + len(owners)]
-                stage.kernels.sums_of_squares(stage.gradients.flat, ranges, out=part)
-                start += len(owners)
+            for stage in as_stages(norm.stages):
+                stop = start + len(norm._names(stage))
+                norm._squares(stage, out=squares[start:stop])
+                start = stop
             if row is not None:
                 row.share(squares)
         self.factor = clip_factor(squares, max_norm, scale, divisor)
-        self._download = arrays.Download([squares])
+        self._download: arrays.Download | None = arrays.Download([squares])
 
     def is_here(self) -> bool:
-        """Whether `result` will not wait."""
-        return self._download.is_done()
+        """Return whether reading will not wait."""
+        return self._download is None or self._download.is_done()
 
     def result(self) -> MeasuredNorm:
         """Wait for the norm alone."""
-        if self._row is not None:
-            # Other ranks may fail, and the host must not wait for its device then.
-            self._row.wait(self._download.is_done, keeping=self)
-        return _measured(self._download.result()[0].tolist(), self._owners, self._scale)
+        if self._measured is None:
+            assert self._download is not None  # until it is measured
+            row = self._norm._row
+            if row is not None:
+                # Other ranks may fail, and the host must not wait for its device then.
+                row.wait(self._download.is_done, keeping=self)
+            squares = self._download.result()[0].tolist()
+            self._measured = _measured(squares, self._owners, self._scale)
+            self._download = None
+            if self._measured.bad is not None and self._optimizer is not None:
+                self._optimizer.steps -= 1  # the device has not made it
+        return self._measured
+
+    def __float__(self) -> float:
+        norm, bad = self.result()
+        if bad is not None:
+            bad.refuse(self._norm.comm, f" in step {self._step} of the optimizer")
+        return norm
+
+    def __eq__(self, other: object) -> bool:
+        return float(self) == other
+
+    def __lt__(self, other: float) -> bool:
+        return float(self) < other
+
+    __hash__ = None  # type: ignore[assignment]  # a number that is read, never a key
+
+    def __format__(self, how: str) -> str:
+        return format(float(self), how)
+
+    def __repr__(self) -> str:
+        return repr(float(self))
 
 
 def norm_of(

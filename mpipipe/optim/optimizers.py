@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -137,12 +137,9 @@ class FlatOptimizer:
         buffers = [parameters, gradients, *self.state[number].values()]
         copy = stage.kept_copy
         # Pieces are cut in each step, since a pipeline may have shortened the parameters.
-        for at, factor, decay, ranges in pieces(stage, self.groups, share):
-            place = slice(at.start - share[0], at.stop - share[0])
-            piece = [x[place] for x in buffers]
-            if decay is None:
-                decay = self.weight_decay
-            update = Update(scale, ranges, None if copy is None else copy[at])
+        for start, stop, factor, decay in pieces(stage, self.groups, share, self.weight_decay):
+            piece = [x[start - share[0] : stop - share[0]] for x in buffers]
+            update = Update(scale, None if copy is None else copy[start:stop])
             self._update(stage.kernels, piece, rate * factor, decay, update)
 
     def whole_parameters(self) -> AbstractContextManager[None]:
@@ -362,8 +359,8 @@ def _checked_stages(stages: Sequence[object]) -> list[PipelineStage]:
 
 # -- Groups of parameters with their own learning rate and weight decay, as pieces of flat buffers
 #
-# flat     | 0.weight | 0.gain | 2.weight | 2.bias |     Group("*.bias", lr=2): two pieces, and
-# pieces   |             lr             |   2 lr   |     two calls of the kernel that updates them
+# flat     | 0.weight | 2.weight | 0.gain | 2.bias |     Group("*.bias", lr=2): three pieces, and
+# pieces   |       decay         |        |  2 lr  |     calls of the kernel that updates them
 
 
 @dataclass(frozen=True)
@@ -411,33 +408,27 @@ class Group:
 
 
 class GroupPiece(NamedTuple):
-    """A part of the flat buffers with one learning rate.
+    """A part of the flat buffers with one learning rate and one weight decay."""
 
-    `ranges` are relative to its start, None where all of it decays.
-    """
-
-    at: slice
+    start: int
+    stop: int
     lr: float  # factor of the optimizer's
-    weight_decay: float | None  # None for that of the optimizer
-    ranges: list[tuple[int, int, bool]] | None  # (start, stop, decay)
+    weight_decay: float
 
 
 def pieces(
-    stage: PipelineStage, groups: Sequence[Group], share: tuple[int, int]
-) -> list[GroupPiece]:
-    """Cut a share of the flat buffers of a stage into the longest pieces of one group.
+    stage: PipelineStage, groups: Sequence[Group], share: tuple[int, int], weight_decay: float
+) -> Iterator[GroupPiece]:
+    """Cut a share of the flat buffers of a stage where groups or the decay of parameters change.
 
     A gap goes with the parameter before it.
     """
-    size = stage.gradients.flat.size
-    if not groups and share == (0, size):
-        return [GroupPiece(slice(0, size), 1.0, None, stage.decay_ranges)]
     ties = {name: key for key, names in stage.ties.items() for name in names}
     # Complex parameters have one more axis here, of real and imaginary parts.
     pair = getattr(stage.gradients, "parts", 1) - 1
     default = Group("*")
     cuts = [(0, default)]
-    places = {}
+    places: Mapping[str, int] = {}
     if groups:
         places = stage.gradients.offsets
     for name, start in sorted(places.items(), key=itemgetter(1)):
@@ -449,29 +440,16 @@ def pieces(
         if cuts[-1][0] == start:
             cuts.pop()
         cuts.append((start, group))
-    ends = [start for start, _ in cuts[1:]] + [size]
-    parts = []
-    for (begin, group), end in zip(cuts, ends):
-        start = max(begin, share[0])
-        stop = min(end, share[1])
-        if start >= stop:
-            continue
-        ranges = None
-        if group.weight_decay is None:
-            ranges = ranges_within(stage.decay_ranges, start, stop)
-        parts.append(GroupPiece(slice(start, stop), group.lr, group.weight_decay, ranges))
-    return parts
-
-
-def ranges_within(
-    ranges: Iterable[tuple[int, int, bool]], start: int, stop: int
-) -> list[tuple[int, int, bool]]:
-    """Return the parts of (start, stop, decay) ranges within a piece, relative to its start."""
-    inside = []
-    for low, high, decay in ranges:
-        if low < stop and high > start:
-            inside.append((max(low, start) - start, min(high, stop) - start, decay))
-    return inside
+    ends = [start for start, _ in cuts[1:]] + [share[1]]
+    for low, high, decays in stage.decay_ranges:
+        for (begin, group), end in zip(cuts, ends):
+            start = max(low, begin, share[0])
+            stop = min(high, end, share[1])
+            decay = group.weight_decay
+            if decay is None:
+                decay = weight_decay * decays
+            if start < stop:
+                yield GroupPiece(start, stop, group.lr, decay)
 
 
 def duplicate_name_error(name: str, ranks: Sequence[int] = ()) -> ArgumentError:

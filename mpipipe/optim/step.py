@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from functools import total_ordering
 
 from mpipipe.errors import ArgumentError
 from mpipipe.job import Communicator
 from mpipipe.nn import rescale
-from mpipipe.optim.norm import GlobalNorm, MeasuredNorm, Norm, NormOnDevice, norm_of
+from mpipipe.optim.norm import GlobalNorm, NormOfStep, norm_of
 from mpipipe.optim.optimizers import FlatOptimizer
 from mpipipe.stages import StageLike, as_stages
 
@@ -66,7 +65,7 @@ def clip_by_global_norm(
     norm = norm_of(max_norm, stages, comm, skip, over)
     adapters = as_stages(stages)
     if norm.on_device:
-        begun = NormOnDevice(norm, max_norm, scale)
+        begun = NormOfStep(norm, max_norm, scale)
         for stage in adapters:
             rescale(stage.gradients.flat, begun.factor)  # leaves them where the factor is NaN
         measured = begun.result()
@@ -236,17 +235,14 @@ def scaled_step(
     if norm.on_device:
         # On the GPU: compute the norm, then step or skip, without waiting for the host.
         scaler.read_norms(wait=False)
-        begun = NormOnDevice(norm, max_norm, scale, divisor=scale)
+        begun = NormOfStep(norm, max_norm, scale, scale, optimizer)
         optimizer.step(lr=lr, scale=begun.factor)
         if not scaler.dynamic and not norm.is_shared:
             scaler.update(finite=True)
-            made = NormOfStep(begun, norm, optimizer)
-            scaler.unread.append(made)
-            return made
+            scaler.unread.append(begun)
+            return begun
         # The scale of the next step depends on this norm, or other ranks may fail.
         measured = begun.result()
-        if measured.bad is not None:
-            optimizer.steps -= 1  # the device has not made it
     else:
         measured = norm.measure(scale)
     if measured.bad is not None and not scaler.can_shrink:
@@ -260,57 +256,3 @@ def scaled_step(
             factor = max_norm / measured.norm
         optimizer.step(lr=lr, scale=factor / scale)
     return measured.norm
-
-
-@total_ordering
-class NormOfStep:
-    """The norm of a step on a GPU; reading it by `float()` or comparing waits for the GPU.
-
-    It is no number of Python: `round`, `sum` and `json.dumps` take `float(norm)`.
-
-    Where a gradient was not finite, the device has left the step out. Reading raises NonFiniteError
-    then, and so does the next step with the same scaler that finds this one done.
-
-    Parameters
-    ----------
-    begun, norm : NormOnDevice, Norm
-        What is under way on the device, and over which stages and ranks.
-    optimizer : SGD or AdamW
-        Which has asked for the step; its count is put right where the device has left the step out.
-    """
-
-    def __init__(self, begun: NormOnDevice, norm: Norm, optimizer: FlatOptimizer) -> None:
-        self._begun: NormOnDevice | None = begun
-        self._norm = norm
-        self._optimizer = optimizer
-        self._step = optimizer.steps
-        self._measured: MeasuredNorm | None = None
-
-    def is_here(self) -> bool:
-        """Return whether reading will not wait."""
-        return self._begun is None or self._begun.is_here()
-
-    def __float__(self) -> float:
-        if self._measured is None:
-            assert self._begun is not None  # until it is measured
-            self._measured = self._begun.result()
-            self._begun = None
-            if self._measured.bad is not None:
-                self._optimizer.steps -= 1
-        if self._measured.bad is not None:
-            self._measured.bad.refuse(self._norm.comm, f" in step {self._step} of the optimizer")
-        return self._measured.norm
-
-    def __eq__(self, other: object) -> bool:
-        return float(self) == other
-
-    def __lt__(self, other: float) -> bool:
-        return float(self) < other
-
-    __hash__ = None  # type: ignore[assignment]  # a number that is read, never a key
-
-    def __format__(self, how: str) -> str:
-        return format(float(self), how)
-
-    def __repr__(self) -> str:
-        return repr(float(self))

@@ -6,38 +6,36 @@ import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from statistics import median
 
 from mpipipe import processor
 from mpipipe.errors import ConfigError
 from mpipipe.job import RankGroup, group_of, oversubscribed, own_cores
-from mpipipe.planning.links import measure_action, measure_links, measure_step, trial_seconds
-from mpipipe.planning.network import NOTABLE, ORDERS, ranked, read_links
-from mpipipe.planning.predict import Choice, Plan, predict
-from mpipipe.planning.probe import measure_layers
+from mpipipe.planning.links import trial_seconds
+from mpipipe.planning.network import ORDERS, ranked, read_links
+from mpipipe.planning.predict import Plan, predict
+from mpipipe.planning.probe import measure
 from mpipipe.planning.problem import MeasuredRanks
 from mpipipe.planning.profile import Profile
 from mpipipe.planning.search import find_plans
 from mpipipe.schedules import Links
 from mpipipe.text import counted, shown_bytes, text_table
 
+TRIED = 3  # plans whose real steps are measured
+
 
 @dataclass(frozen=True)
 class PlanReport:
     """The plans of a training: all of them on rank 0, the fastest on every rank.
 
-    `links` are those whose network cards ranks share, if they were given. The last fields are the
-    most ranks on a node, the most threads of a rank, and which ranks share cores.
+    `links` are those whose network cards ranks share, if they were given. The last field says
+    which ranks share cores.
     """
 
     plans: Sequence[Plan]
-    choice: Choice
-    order: str | None
+    best: Plan
     links: Links | None
     profile: Profile
-    ranks_per_node: int
-    threads: int
     oversubscribed: str
 
 
@@ -65,17 +63,19 @@ def find_plan(
                 "a plan of the CPU's",
             )
         space = problem.space
-    places = _places(group)
+    node_size, shared_cores = _places(group)
     links = None
     if nics_per_node is not None:
         with group.raise_together("plan: the network cards"):
-            links = read_links(nics_per_node, nic, places[0])
+            links = read_links(nics_per_node, nic, node_size)
     profile = measure(measured)
     plans: list[Plan] = []
     with group.raise_together("plan: the search"):
         if group.rank == 0:
             plans = find_plans(profile, space, problem.memory_limit)
-    tried = group.broadcast("plan: what is compared with real steps", _different(plans))
+    tried = group.broadcast(
+        "plan: what is compared with real steps", [plan.choice for plan in plans[:TRIED]]
+    )
     scales = []
     for choice in tried:
         # Sequences are whole, as they are measured.
@@ -83,21 +83,20 @@ def find_plan(
         seconds = trial_seconds(measured, whole)
         if group.rank == 0:
             expected = predict(profile, whole, problem.rows, problem.trained_layers).seconds
-            scales.append(max(1e-9, seconds - profile.step) / max(1e-9, expected - profile.step))
+            scales.append(seconds / max(1e-9, expected))
+    result = None
     if group.rank == 0:
         profile = replace(profile, scale=median(scales))
-        plans = [_scaled(plan, profile) for plan in plans]
+        plans = [replace(plan, seconds=profile.scale * plan.seconds) for plan in plans]
         if links is not None:
-            plans = ranked(profile, problem, plans, links, orders)
-    result = None
-    if plans:
-        result = plans[0].choice, plans[0].order, profile
-    choice, order, profile = group.broadcast("plan: the result", result)
-    return PlanReport(plans, choice, order, links, profile, *places)
+            plans = ranked(problem, plans, links, orders)
+        result = plans[0], profile
+    best, profile = group.broadcast("plan: the result", result)
+    return PlanReport(plans, best, links, profile, shared_cores)
 
 
-def _places(group: RankGroup) -> tuple[int, int, str]:
-    """Find out how ranks share nodes and cores; collective."""
+def _places(group: RankGroup) -> tuple[int, str]:
+    """Return the most ranks on a node, and which ranks share cores; collective."""
     place_here = {
         "rank": group.rank,
         "host": socket.gethostname(),
@@ -108,50 +107,7 @@ def _places(group: RankGroup) -> tuple[int, int, str]:
     text = oversubscribed(places) or ""
     if text:
         text += ": times depend on who waits meanwhile, and predictions are rough"
-    most = max(Counter(place["host"] for place in places).values())
-    return most, max(place["threads"] for place in places), text
-
-
-def measure(measured: MeasuredRanks) -> Profile:
-    """Measure layers, messages and steps; collective over all ranks."""
-    mesh = measured.mesh
-    action = measure_action(measured)
-    links = measure_links(measured, action)
-    step = measure_step(measured, action, links)
-    everyone = group_of(mesh.comm).gather(
-        "plan: what all ranks have measured",
-        (mesh.pipe.rank, measure_layers(measured, action), step),
-    )
-    ranks, profiles, steps = zip(*everyone)
-    # Replicas wait for the slowest of them.
-    slowest = dict(sorted(zip(ranks, profiles), key=lambda entry: entry[1].computing))
-    pipe = [slowest[rank] for rank in range(mesh.pipe.size)]
-    costs = {}
-    for size in links:
-        costs[size] = tuple([rank.costs[size][0] for rank in pipe])
-    return replace(
-        pipe[0],
-        costs=costs,
-        links=links,
-        optimizer=tuple([rank.optimizer[0] for rank in pipe]),
-        sums=tuple([rank.sums[0] for rank in pipe]),
-        step=max(steps),
-        process=max(map(attrgetter("process"), profiles)),
-    )
-
-
-def _different(plans: Sequence[Plan]) -> list[Choice]:
-    """Return the best plan, and the best with other micro-batches and another schedule."""
-    choices = [*map(attrgetter("choice"), plans)]
-    tried = choices[:1]
-    for form in (attrgetter("microbatches"), attrgetter("schedule", "chunks")):
-        tried += [choice for choice in choices if form(choice) != form(choices[0])][:1]
-    return list(dict.fromkeys(tried))
-
-
-def _scaled(plan: Plan, profile: Profile) -> Plan:
-    seconds = profile.step + profile.scale * (plan.seconds - profile.step)
-    return replace(plan, seconds=seconds)
+    return max(Counter(place["host"] for place in places).values()), text
 
 
 # -- Plans as a table ------------------------------------------------------------------------------
@@ -163,16 +119,8 @@ WIDEST = 32  # characters of a partition
 
 def table(plans: Sequence[Plan]) -> Iterator[str]:
     """Yield the lines of a table of the best plans."""
-    best = plans[:SHOWN]
-    share = any(plan.contended > (1 + NOTABLE) * plan.seconds for plan in best)
-    rows = []
-    for plan in best:
-        row = _row(plan, plans[0])
-        if share:
-            row["sharing NICs"] = shown_seconds(plan.contended)
-        rows.append(row)
-    cells = [[*row.values()] for row in rows]
-    yield from text_table([*rows[0]], cells, left=(0, 3, 4))
+    rows = [_row(plan, plans[0]) for plan in plans[:SHOWN]]
+    yield from text_table([*rows[0]], [[*row.values()] for row in rows], left=(0, 3, 4))
 
 
 def in_words(plan: Plan) -> str:
@@ -210,5 +158,5 @@ def _row(plan: Plan, best: Plan) -> dict[str, str]:
         "step": shown_seconds(plan.seconds),
         "bubble": f"{plan.bubble:.1%}",
         "memory": shown_bytes(plan.peak),
-        "slower": f"{plan.contended / best.contended - 1:.1%}",
+        "slower": f"{plan.seconds / best.seconds - 1:.1%}",
     }

@@ -1,12 +1,13 @@
-"""Measures messages between neighbours, by pipelines of two ranks whose stages compute nothing.
+"""Measures messages of a pipeline, by steps whose stages compute nothing; and real steps of a plan.
 
-    chain of one micro-batch    s + 4 actions + 4 messages + 2 transfers     one stage on each rank
-                                s + 8 actions + 12 messages + 6 transfers    two stages on each rank
-    many micro-batches          each more costs 2 actions and 2 messages     on the busier rank
+    chain of one micro-batch    s + 2P actions + 4(P-1) messages + 2(P-1) transfers
+    two stages on each rank     s + 4P actions + 4(2P-1) messages + 2(2P-1) transfers
+    many micro-batches          each more costs two actions on the busiest rank, with one message
+                                each on two ranks, and two on more
 
 Here s is what a step has besides, an action is what the executor needs for one, a message is how
 long sending or receiving one keeps a rank from computing, and a transfer is what it lasts beyond
-that.
+that. All links of the pipeline work at once, and what is measured is their mean.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from mpipipe import arrays, optim, schedules
+from mpipipe import optim, schedules
 from mpipipe.job import Communicator, RankGroup, group_of
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning.predict import Choice
@@ -43,61 +44,18 @@ def measure_action(measured: MeasuredRanks) -> float:
     return max(0.0, many - one) / (2 * (MANY - 1))
 
 
-def measure_links(measured: MeasuredRanks, action: float) -> dict[int, tuple[Link, ...]]:
-    """Return the links of this rank's pipeline by size of micro-batch; collective."""
-    pipe = group_of(measured.mesh.pipe)
-    own_links = dict.fromkeys(measured.problem.space.sizes, Link())
-    for phase in range(2 + pipe.size % 2):
-        # A rank without a neighbour in this phase is by itself.
-        color = pipe.size + pipe.rank
-        for link in (pipe.rank, (pipe.rank - 1) % pipe.size):
-            if pipe.size > 1 and _phase(link, pipe.size) == phase:
-                color = link
-        pair = pipe.split(color, int(pipe.rank != color), "plan: two neighbours")
-        if color < pipe.size:
-            for size in own_links:
-                seconds = _link(pair, _array(measured, size), action)
-                if pipe.rank == color:
-                    own_links[size] = seconds
-        pipe.agree("plan: these neighbours are measured")
-        pair.Free()
-    everyone = pipe.gather("plan: the links", own_links)
-    merged = {}
-    for size in own_links:
-        merged[size] = tuple([links[size] for links in everyone])
-    return merged
-
-
-def measure_step(
-    measured: MeasuredRanks, action: float, links: dict[int, tuple[Link, ...]]
-) -> float:
-    """Return the seconds of a step besides its actions and messages; collective."""
-    size = min(links)
-    ranks = measured.mesh.pipe.size
-    seconds = step_seconds(measured.mesh.pipe, schedules.gpipe(ranks, 1), _array(measured, size))
-    on_the_way = 0.0
-    for link in links[size][: ranks - 1]:
-        on_the_way += 2 * (2 * link.message + link.transfer)
-    return max(0.0, seconds - 2 * ranks * action - on_the_way)
-
-
-def _phase(link: int, ranks: int) -> int:
-    """Return when a link of a ring of ranks is measured: no rank has two of them at once."""
-    if ranks % 2 and link == ranks - 1:
-        return 2
-    return link % 2
-
-
-def _array(measured: MeasuredRanks, size: int) -> np.ndarray:
-    return np.zeros(measured.message_shape(size), arrays.dtype(measured.problem.dtype))
-
-
-def _link(pair: Communicator, array: np.ndarray, action: float) -> Link:
-    one = step_seconds(pair, schedules.gpipe(2, 1), array)
-    many = step_seconds(pair, schedules.gpipe(2, MANY), array)
-    twice = step_seconds(pair, schedules.looped_bfs(2, 2, 1), array)
-    message = max(0.0, (many - one) / (2 * (MANY - 1)) - action)
-    return Link(message, max(0.0, (twice - one - 4 * action - 8 * message) / 4))
+def measure_link(pipe: Communicator, nbytes: float, action: float) -> Link:
+    """Return the mean link of a pipeline, for messages of these bytes; collective."""
+    ranks = pipe.size
+    if ranks == 1:
+        return Link()
+    array = np.zeros(max(1, round(nbytes) // 4), np.float32)
+    one = step_seconds(pipe, schedules.gpipe(ranks, 1), array)
+    many = step_seconds(pipe, schedules.gpipe(ranks, MANY), array)
+    twice = step_seconds(pipe, schedules.looped_bfs(ranks, 2, 1), array)
+    messages = (many - one) / (2 * (MANY - 1)) - action
+    message = max(0.0, messages / min(2, ranks - 1))
+    return Link(message, max(0.0, (twice - one) / (2 * ranks) - action - 2 * message))
 
 
 def step_seconds(comm: Communicator, schedule: Schedule, array: np.ndarray) -> float:
@@ -151,12 +109,9 @@ def trial_seconds(measured: MeasuredRanks, choice: Choice) -> float:
             rank, measured.layers(), problem.dtype, measured.seed, frozen=measured.frozen
         )
         loss = measured.loss_for(stages[-1], plan.microbatch_rows)
-    with (
-        Pipeline(
-            stages, plan.schedule, mesh.pipe, loss, replicas=mesh.replicas, input_grads=False
-        ) as pipeline,
-        optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas) as over,
-    ):
+    with Pipeline(
+        stages, plan.schedule, mesh.pipe, loss, replicas=mesh.replicas, input_grads=False
+    ) as pipeline:
         optimizer = measured.optimizer(stages, mesh)
         scaler = measured.scaler()
         example = measured.example(plan.rows, plan.schedule.microbatches)
@@ -170,11 +125,7 @@ def trial_seconds(measured: MeasuredRanks, choice: Choice) -> float:
 
         def step() -> None:
             pipeline.step(inputs, targets, scale=scaler.scale)
-            norm = optim.scaled_step(
-                optimizer, scaler, measured.clip, lr=measured.lr / 100, over=over
-            )
-            if norm is not None:
-                float(norm)  # waits for a GPU
+            optim.scaled_step(optimizer, scaler, measured.clip, measured.lr / 100, mesh.pipe)
 
         return typical_seconds(group, step, TRIAL_SECONDS)
 

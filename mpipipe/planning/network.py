@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
+from operator import attrgetter
 
 from mpipipe.comm import ORDER, Coordinates, rank_at
 from mpipipe.errors import ArgumentError
 from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.planning.predict import Plan
 from mpipipe.planning.problem import PlanningProblem
-from mpipipe.planning.profile import Profile
 from mpipipe.planning.step_memory import RankBytes
 from mpipipe.schedules import Costs, Links, Schedule, simulate_flows
 
@@ -61,30 +60,20 @@ def seconds_of_orders(
 
 
 def ranked(
-    profile: Profile,
-    problem: PlanningProblem,
-    plans: Sequence[Plan],
-    links: Links,
-    orders: Iterable[str],
+    problem: PlanningProblem, plans: Sequence[Plan], links: Links, orders: Iterable[str]
 ) -> list[Plan]:
-    """Rank the best plans by their steps on these links, each with its best order of the axes.
-
-    A message within a node takes as long as on the fastest link that was measured.
-    """
+    """Rank the best plans by their steps on these links, each with its best order of the axes."""
+    alone = replace(links, nic_ranks=1)
     best = []
     for plan in plans[:BEST]:
-        schedule = plan.schedule
-        size = -(-problem.rows // schedule.microbatches)
-        inside = min(link.transfer for link in profile.links[size]) / schedule.slices
-        links = replace(links, inside_latency=inside, inside_bandwidth=math.inf)
         gradients = problem.gradient_bytes(plan.choice.ranges)
         costs = replace(plan.costs, gradient_bytes=gradients)
-        seconds = seconds_of_orders(schedule, costs, links, problem.shape, orders)
+        seconds = seconds_of_orders(plan.schedule, costs, links, problem.shape, orders)
         order = min(seconds, key=seconds.__getitem__)
-        # What real steps last longer than predicted is no matter of network cards.
-        waits = max(0.0, seconds[order] - plan.summed)
-        best.append(replace(plan, order=order, waits=waits))
-    best.sort(key=lambda plan: plan.contended)
+        plain = seconds_of_orders(plan.schedule, costs, alone, problem.shape, [order])
+        waits = max(0.0, seconds[order] - plain[order])
+        best.append(replace(plan, order=order, seconds=plan.seconds + waits))
+    best.sort(key=attrgetter("seconds"))
     return [*best, *plans[BEST:]]
 
 

@@ -8,7 +8,7 @@ from itertools import accumulate, chain, pairwise
 from operator import add
 
 from mpipipe import schedules
-from mpipipe.planning.profile import Link, Profile, Sizes, joined
+from mpipipe.planning.profile import LayerCosts, Profile, Sizes, joined
 from mpipipe.schedules import INPUT_GRAD, Costs, Schedule, before_backwards
 
 
@@ -30,12 +30,8 @@ class Plan:
         What runs.
     costs : Costs
         Of its stages.
-    summed : float
-        Seconds until the sums over replicas are there, without `Profile.scale`.
     order : str, optional
         Axes of the mesh, as `Mesh` takes them, where ranks share network cards.
-    waits : float
-        Seconds that this adds to a step.
     """
 
     choice: Choice
@@ -44,19 +40,12 @@ class Plan:
     memory: tuple[int, ...]
     schedule: Schedule
     costs: Costs
-    summed: float
     order: str | None = None
-    waits: float = 0.0
 
     @property
     def peak(self) -> int:
         """Bytes of the rank that needs the most."""
         return max(self.memory)
-
-    @property
-    def contended(self) -> float:
-        """Seconds of a step by all that is known."""
-        return self.seconds + self.waits
 
 
 def predict(
@@ -65,12 +54,12 @@ def predict(
     """Predict the time and memory of a step.
 
     Raises ArgumentError where the plan does not fit the ranks, or no recomputation keeps its limit.
-    A step lasts as long as the simulated schedule, then the sums over replicas that are under way,
-    clipping and optimizer, and what `Profile.step` has besides. An action lasts as long as its
-    layers, then `RankCosts.action`, and the time for which its messages keep the rank from
-    computing. W and R have no messages. The slices of a sequence share what was measured of it as a
-    whole. Not counted: messages that wait for others on a network card (`schedules.simulate_flows`
-    counts them), and skips.
+    A step lasts as long as the simulated schedule, times `Profile.scale`: sums over replicas,
+    clipping and optimizer are in that factor alone. An action lasts as long as its layers, then
+    `RankCosts.action`, and the time for which its messages keep the rank from computing. W and R
+    have no messages. The slices of a sequence share what was measured of it as a whole. Not
+    counted: messages that wait for others on a network card (`schedules.simulate_flows` counts
+    them), and skips.
 
     Parameters
     ----------
@@ -86,14 +75,12 @@ def predict(
     Examples
     --------
     >>> from mpipipe.planning import Choice, LayerCosts, Link, Profile, RankCosts, Sizes, predict
-    >>> rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0),))
-    >>> links, sizes, zeros = {1: (Link(), Link())}, {1: [Sizes(saved=100)] * 2}, (0.0, 0.0)
-    >>> profile = Profile(
-    ...     (0, 0), {1: (rank, rank)}, links, sizes, (8, 8), (1, 1), (0.5, 0.5), sums=zeros
-    ... )
+    >>> rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0, 1.0),))
+    >>> sizes = {1: [Sizes(saved=100)] * 2}
+    >>> profile = Profile((0, 0), {1: (rank, rank)}, {1: Link()}, sizes, (8, 8))
     >>> found = predict(profile, Choice("one_f_one_b", 1, 4, (1, 1)), rows=4)
     >>> found.seconds, found.bubble, found.memory
-    (15.5, 0.2, (208, 108))
+    (15.0, 0.2, (208, 108))
     """
     schedule = choice.build(profile.ranks, trained)
     plan = LayerRanges(schedule, choice.ranges, rows)
@@ -104,26 +91,17 @@ def predict(
     )
     timeline = schedules.simulate(schedule, costs)
     peaks = step_peaks(schedule, stages)
-    summed = 0.0
-    updated = 0.0
     memory = []
-    for rank in range(profile.ranks):
-        count = 0
-        state = 0
-        for layer in plan.layers_of(rank):
-            count += profile.trained[layer]
-            state += profile.states[layer]
-        summed = max(summed, timeline.ends[rank] + count * profile.sums[rank])
-        updated = max(updated, count * profile.optimizer[rank])
-        memory.append(profile.process + state + round(sum(peaks[rank])))
+    for rank, peak in enumerate(peaks):
+        state = sum(profile.states[layer] for layer in plan.layers_of(rank))
+        memory.append(profile.process + state + round(sum(peak)))
     return Plan(
         choice,
-        seconds=profile.step + profile.scale * (summed + updated),
+        seconds=profile.scale * timeline.makespan,
         bubble=timeline.bubble_fraction,
         memory=tuple(memory),
         schedule=schedule,
         costs=costs,
-        summed=summed,
     )
 
 
@@ -133,34 +111,31 @@ def _costs(profile: Profile, plan: LayerRanges) -> Costs:
     size = plan.microbatch_rows
     share = plan.rows / (size * schedule.units)
     splits = _splits(schedule)
-    links = [_link(profile, schedule, stage, size) for stage in range(schedule.stages)]
+    link = profile.links[size]
+    # An edge on one rank costs nothing.
+    away = crossings(schedule)
     times = []
     for stage, rank in enumerate(schedule.placement):
         measured = profile.costs[size][rank]
         action = measured.action
-        forward = 0.0
-        again = 0.0
-        input_grad = 0.0
-        weight_grad = 0.0
-        for place in range(*plan.layer_ranges[stage]):
-            layer = measured.layers[profile.kinds[place]]
-            forward += layer.forward
-            again += layer.forward if layer.again is None else layer.again
-            if stage in splits:
-                input_grad += layer.input_grad
-                weight_grad += layer.weight_grad
-            else:
-                input_grad += layer.backward
+        kinds = profile.kinds[slice(*plan.layer_ranges[stage])]
+        whole = LayerCosts(*map(sum, zip(*[measured.layers[kind] for kind in kinds])))
+        forward = whole.forward
         if stage == schedule.stages - 1:
             forward += measured.loss
-        messages = action + sum(link.message for link in links[stage : stage + 2])
+        input_grad = whole.backward
+        weight_grad = 0.0
+        if stage in splits:
+            input_grad = whole.input_grad
+            weight_grad = share * whole.weight_grad + action
+        messages = (away[stage] + away[stage + 1]) * link.message / schedule.slices
         times.append(
             (
-                share * forward + messages,
-                share * input_grad + messages,
-                share * weight_grad + action * (stage in splits),
-                links[stage].transfer,
-                share * again + action,
+                share * forward + action + messages,
+                share * input_grad + action + messages,
+                weight_grad,
+                away[stage] * link.transfer / schedule.slices,
+                share * whole.again + action,
             )
         )
     return Costs(*map(list, zip(*times)))
@@ -170,17 +145,6 @@ def _splits(schedule: Schedule) -> set[int]:
     """Return the stages whose backward is split."""
     actions = chain(*schedule.orders)
     return {action.stage for action in actions if action.op == INPUT_GRAD}
-
-
-def _link(profile: Profile, schedule: Schedule, edge: int, size: int) -> Link:
-    """Return the link of the edge into a stage; an edge on one rank costs nothing."""
-    if not crosses(schedule, edge):
-        return Link()
-    low, high = sorted(schedule.placement[edge - 1 : edge + 1])
-    link = profile.links[size][low]
-    if high != low + 1:
-        link = profile.links[size][high]
-    return Link(link.message / schedule.slices, link.transfer / schedule.slices)
 
 
 # -- The memory of a rank in a training step -------------------------------------------------------
@@ -199,6 +163,7 @@ def step_peaks(
     """
     shares = shares or [1 / schedule.slices] * schedule.slices
     splits = _splits(schedule)
+    away = crossings(schedule)
     tables = [0.0] * schedule.ranks
     scratch = [0.0] * schedule.ranks
     activations = []
@@ -206,11 +171,11 @@ def step_peaks(
     for stage, sizes in enumerate(stages):
         rank = schedule.placement[stage]
         # While an action runs, what the one before it has sent is still on the way.
-        leaving = sizes.output * crosses(schedule, stage + 1)
+        leaving = sizes.output * away[stage + 1]
         kept = 0.0
         most = sizes.forward
         if schedule.has_backward(stage):
-            leaving = max(leaving, sizes.input * crosses(schedule, stage))
+            leaving = max(leaving, sizes.input * away[stage])
             kept = sizes.saved
             if stage in splits:
                 kept = max(kept, sizes.pending)
@@ -218,7 +183,7 @@ def step_peaks(
             else:
                 most = max(most, kept + sizes.backward)
         own_input = 0.0
-        if stage and not crosses(schedule, stage):
+        if stage and not away[stage]:
             own_input = sizes.input
         inputs.append(own_input / schedule.slices)
         activations.append((kept + own_input) / schedule.slices)
@@ -228,10 +193,10 @@ def step_peaks(
     return [*zip(peaks, map(add, tables, scratch))]
 
 
-def crosses(schedule: Schedule, edge: int) -> bool:
-    """Return True if the edge into a stage joins two ranks."""
-    ends = schedule.placement[max(0, edge - 1) : edge + 1]
-    return len(set(ends)) == 2
+def crossings(schedule: Schedule) -> list[bool]:
+    """Return whether the edge into each stage, and the one after the last, joins two ranks."""
+    inner = [rank != other for rank, other in pairwise(schedule.placement)]
+    return [False, *inner, False]
 
 
 # -- What a plan decides, and the schedule that follows from it ------------------------------------
@@ -333,10 +298,7 @@ class LayerRanges:
 
     def layers_of(self, rank: int) -> list[int]:
         """Return the places in the model of all layers of one rank of a pipeline."""
-        layers: list[int] = []
-        for start, stop in self.ranges_of(rank):
-            layers += range(start, stop)
-        return layers
+        return [place for ends in self.ranges_of(rank) for place in range(*ends)]
 
 
 def completed(

@@ -1,4 +1,4 @@
-"""Measures layers on this rank: seconds of actions, bytes kept, optimizer and sums.
+"""Measures a training on all ranks: seconds of layers and messages, and bytes.
 
 One layer of each kind runs in a stage by itself, while all other ranks do the same: they share the
 memory's bandwidth as in a training. The layers take turns as in a pipeline, so that what one has
@@ -16,11 +16,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from mpipipe import nn, optim
-from mpipipe.arrays import dtype as dtype_of
-from mpipipe.comm import AllReduce
 from mpipipe.job import group_of
-from mpipipe.planning.links import repeats_in, timed_steps
+from mpipipe.planning.links import measure_action, measure_link, repeats_in
 from mpipipe.planning.memory import process_bytes
 from mpipipe.planning.problem import MeasuredRanks
 from mpipipe.planning.profile import LayerCosts, Profile, RankCosts
@@ -35,59 +32,66 @@ AGAIN = ("R", "B after R")
 TURN = ("FF", "BB", AGAIN, AGAIN, "FF", "IW", "IW")
 
 
-def measure_layers(measured: MeasuredRanks, action: float = 0.0) -> Profile:
-    """Measure all kinds of layers on this rank, whose actions need `action`; collective.
-
-    It is the only rank of the profile, which has no links.
-    """
+def measure(measured: MeasuredRanks) -> Profile:
+    """Measure layers and messages of this rank's pipeline; collective over all ranks."""
     problem = measured.problem
+    pipe = measured.mesh.pipe
     group = group_of(measured.mesh.comm)
-    times: dict[int, Times] = {size: {} for size in problem.space.sizes}
+    action = measure_action(measured)
+    links = {}
     sizes = {}
     process = 0
-    for size in times:
+    for size in problem.space.sizes:
         with group.raise_together("plan: the bytes of the layers"):  # see `tracing`
             sizes[size], _ = layer_bytes(measured, measured.example(size, 1), size)
+        message = max((layer.input for layer in sizes[size][1:]), default=0)
+        links[size] = measure_link(pipe, message, action)
         # A training has one size, and libraries keep something for each.
         process = process or process_bytes()
-    optimizers: list[float] = []
-    for _ in range(ROUNDS):
-        for size, size_times in times.items():
-            optimizers.append(_round(measured, size, size_times))
-    costs = {}
-    for size, size_times in times.items():
-        costs[size] = (_costs(size_times, problem.kinds, action),)
+    everyone = group_of(pipe).gather(
+        "plan: what the ranks of a pipeline have measured", layer_costs(measured, action)
+    )
+    pipeline_costs = {}
+    for size in sizes:
+        pipeline_costs[size] = tuple([costs[size] for costs in everyone])
     return Profile(
         problem.kinds,
-        costs,
-        links={},
+        costs=pipeline_costs,
+        links=links,
         sizes=sizes,
         states=problem.states,
-        trained=problem.trained_counts,
-        optimizer=(median(optimizers),),
-        sums=(_sums(measured),),
-        process=process,
+        process=max(group_of(pipe).gather("plan: the bytes of processes", process)),
     )
 
 
-# Seconds of a rank's layers, by place and action.
+# Seconds of a rank's layers, by kind and action.
 Times: TypeAlias = dict[int, dict[str, list[float]]]
 
 
-def _costs(times: Times, kinds: Sequence[int], action: float) -> RankCosts:
+def layer_costs(measured: MeasuredRanks, action: float = 0.0) -> dict[int, RankCosts]:
+    """Time all kinds of layers on this rank, whose actions need `action`; collective."""
+    times: dict[int, Times] = {size: {} for size in measured.problem.space.sizes}
+    for _ in range(ROUNDS):
+        for size, size_times in times.items():
+            _round(measured, size, size_times)
+    costs = {}
+    for size, size_times in times.items():
+        costs[size] = _costs(size_times, action)
+    return costs
+
+
+def _costs(times: Times, action: float) -> RankCosts:
     """Return the medians, for each kind of layer."""
-    by_kind: dict[int, LayerCosts] = {}
-    for place, actions in times.items():
+    layers = []
+    loss = 0.0
+    for _, actions in sorted(times.items()):
         middle: dict[str, float] = defaultdict(float)
         for name, seconds in actions.items():
             middle[name] = median(seconds)
         again = max(0.0, middle["R"] + middle["B after R"] - middle["B"])
-        by_kind[kinds[place]] = LayerCosts(
-            middle["F"], middle["B"], middle["I"], middle["W"], again
-        )
-    layers = tuple([by_kind[kind] for kind in sorted(by_kind)])
-    # The last layer has the loss.
-    return RankCosts(layers, middle["loss"], action)
+        layers.append(LayerCosts(middle["F"], middle["B"], middle["I"], middle["W"], again))
+        loss += middle["loss"]
+    return RankCosts(tuple(layers), loss, action)
 
 
 def _clock() -> Callable[[], float]:
@@ -105,8 +109,8 @@ def _turn(timers: Sequence[LoneLayer]) -> None:
                 timer.act(name)
 
 
-def _round(measured: MeasuredRanks, size: int, times: Times) -> float:
-    """Time the layers; return the seconds of clipping and optimizer for a parameter; collective."""
+def _round(measured: MeasuredRanks, size: int, times: Times) -> None:
+    """Add the seconds of the layers' actions to `times`; collective."""
     example = measured.example(size, 1)
     timers: list[LoneLayer] = []
     with np.errstate(all="ignore"):
@@ -123,37 +127,7 @@ def _round(measured: MeasuredRanks, size: int, times: Times) -> float:
             # A ring has messages in each turn: all ranks must make the same number of turns.
             everyone = group_of(measured.mesh.comm).gather("plan: the seconds of a turn", seconds())
             for timer in timers:
-                timer.actions = times.setdefault(timer.stage.first, defaultdict(list))
+                kind = measured.problem.kinds[timer.stage.first]
+                timer.actions = times.setdefault(kind, defaultdict(list))
             for _ in range(repeats_in(SECONDS, max(everyone), REPEATS)):
                 _turn(timers)
-    return _optimizer(measured, [timer.stage for timer in timers])
-
-
-def _optimizer(measured: MeasuredRanks, stages: Sequence[nn.Stage]) -> float:
-    optimizer = measured.optimizer(stages, None)
-    scaler = measured.scaler()
-    seconds = []
-    for _ in range(1 + REPEATS[0]):
-        for stage in stages:
-            stage.gradients.flat[:] = 1
-        elapsed = _clock()
-        optim.scaled_step(optimizer, scaler, measured.clip, lr=optimizer.lr)
-        seconds.append(elapsed())
-    count = sum(stage.gradients.flat.size for stage in stages)
-    return median(seconds[1:]) / max(1, count)
-
-
-def _sums(measured: MeasuredRanks) -> float:
-    """Return the seconds of the sum over replicas for one parameter; collective."""
-    replicas = measured.mesh.replicas
-    problem = measured.problem
-    if replicas.size == 1:
-        return 0.0
-    count = max(1, *problem.trained_counts)
-    gradients = np.zeros(count, dtype_of(problem.dtype))
-    group = group_of(replicas)
-
-    def step() -> None:
-        group.wait(AllReduce(replicas, gradients), "plan: the sum over the replicas")
-
-    return median(timed_steps(group_of(measured.mesh.comm), step, 1 + REPEATS[0])) / count

@@ -178,8 +178,7 @@ class MeasuredRanks:
     layers : makes the layers of the whole model, bound to this rank's share of samples
     loss_for : makes the loss after a stage, for the samples of a micro-batch
     example : makes inputs and targets: of a number of rows, for a number of micro-batches
-    message_shape : of what a stage hands to the next, for the samples of a micro-batch
-    optimizer, scaler : make those of the training; the optimizer over a mesh, or on one rank
+    optimizer, scaler : make those of the training
     lr, clip, seed : of the training
     """
 
@@ -188,8 +187,7 @@ class MeasuredRanks:
     layers: Callable[[], list[nn.Layer]]
     loss_for: Callable[[nn.Stage, int], Callable[..., object]]
     example: Callable[[int, int], tuple[np.ndarray, np.ndarray]]
-    message_shape: Callable[[int], tuple[int, ...]]
-    optimizer: Callable[[Sequence[nn.Stage], Mesh | None], Optimizer]
+    optimizer: Callable[[Sequence[nn.Stage], Mesh], Optimizer]
     scaler: Callable[[], optim.LossScaler]
     lr: float
     clip: float

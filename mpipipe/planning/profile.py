@@ -6,29 +6,28 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from typing import NamedTuple
 
 from mpipipe.errors import ArgumentError
 
 
-@dataclass(frozen=True)
-class LayerCosts:
+class LayerCosts(NamedTuple):
     """Seconds of one layer for one micro-batch.
 
     Parameters
     ----------
     forward, backward, input_grad, weight_grad : float
         Of the forward, of both gradients in one go, and of each by itself.
-    again : float, optional
-        What is added where the forward is run again right before the backward; by default the
-        forward. It may be less: what the backward needs is then still in a cache.
+    again : float
+        What is added where the forward is run again right before the backward. It may be less than
+        the forward: what the backward needs is then still in a cache.
     """
 
     forward: float
     backward: float
     input_grad: float
     weight_grad: float
-    again: float | None = None
+    again: float
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Link:
     transfer: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sizes:
     """Bytes of a layer, or of a stage, for one micro-batch, whose input is not counted.
 
@@ -77,7 +76,7 @@ class Sizes:
     drawing : float
         Taken besides the parameters and gradients while initial values are drawn.
     saved, keeps_output, keeps_input : float
-        Kept from a forward for its backward, in all, of the output, and of the input.
+        Kept from a forward for its backward: of neither output nor input, and of these.
     pending, added, pends_input : float
         Kept from the input gradient for the weight gradient, in all, of what was not saved, and of
         the input.
@@ -113,9 +112,9 @@ def joined(layers: Sequence[Sizes]) -> Sizes:
     for layer in layers:
         tables += layer.tables
         shared = max(shared, layer.shared)
-        forward = max(forward, saved + before.output - before.keeps_output + layer.forward)
+        forward = max(forward, saved + before.output + layer.forward)
         weight_grad = max(weight_grad, layer.weight_grad)
-        saved += layer.saved + max(0, min(layer.keeps_input, before.output) - before.keeps_output)
+        saved += max(before.keeps_output, min(layer.keeps_input, before.output)) + layer.saved
         pending += layer.pending + min(layer.pends_input, before.output)
         before = layer
     gradient = 0.0  # none for the output of the last layer
@@ -128,7 +127,7 @@ def joined(layers: Sequence[Sizes]) -> Sizes:
         tables=tables + shared,
         input=layers[0].input,
         output=before.output,
-        saved=saved + before.loss,
+        saved=saved + before.keeps_output + before.loss,
         pending=pending,
         forward=forward,
         backward=backward,
@@ -147,32 +146,24 @@ class Profile:
         The kind of each layer of the model; layers of one kind cost the same.
     costs : mapping of int to tuple of RankCosts
         For each rank of the pipeline.
-    links : mapping of int to tuple of Link
-        Link p joins the ranks p and p + 1, the last one the last rank and the first.
+    links : mapping of int to Link
+        The mean one.
     sizes : mapping of int to sequence of Sizes
         For each layer of the model, the same on all ranks.
-    states, trained : tuple of int
-        For each layer bytes of parameters, gradients and optimizer's state, and the number of
-        trained parameters.
-    optimizer, sums : tuple of float
-        For each rank the seconds of clipping and optimizer, and of the sum over replicas, for one
-        parameter.
-    step : float
-        Seconds of a step besides all that: the agreement of the ranks, and the loss that all of
-        them learn.
+    states : tuple of int
+        For each layer bytes of parameters, gradients and optimizer's state.
     scale : float
-        By which real steps last longer than what is predicted without it.
+        By which real steps last longer than the simulated schedule.
     process : int
         Bytes of a rank besides all that: Python with its libraries and MPI.
 
     Examples
     --------
     >>> from mpipipe.planning import LayerCosts, Link, Profile, RankCosts, Sizes
-    >>> rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0),))
+    >>> rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0, 1.0),))
     >>> profile = Profile(
-    ...     kinds=(0, 0), costs={4: (rank, rank)}, links={4: (Link(), Link())},
-    ...     sizes={4: [Sizes(saved=100)] * 2},
-    ...     states=(8, 8), trained=(1, 1), optimizer=(0.0, 0.0), sums=(0.0, 0.0),
+    ...     kinds=(0, 0), costs={4: (rank, rank)}, links={4: Link()},
+    ...     sizes={4: [Sizes(saved=100)] * 2}, states=(8, 8),
     ... )
     >>> profile.ranks
     2
@@ -180,29 +171,16 @@ class Profile:
 
     kinds: tuple[int, ...]
     costs: Mapping[int, tuple[RankCosts, ...]]
-    links: Mapping[int, tuple[Link, ...]]
+    links: Mapping[int, Link]
     sizes: Mapping[int, Sequence[Sizes]]
     states: tuple[int, ...]
-    trained: tuple[int, ...]
-    optimizer: tuple[float, ...]
-    sums: tuple[float, ...]
-    step: float = 0.0
     scale: float = 1.0
     process: int = 0
 
     @property
     def ranks(self) -> int:
         """Number of ranks of the pipeline."""
-        return len(self.optimizer)
-
-    @property
-    def computing(self) -> float:
-        """Seconds of forwards and backwards of all kinds of layers and sizes."""
-        total = 0.0
-        for rank in chain(*self.costs.values()):
-            for layer in rank.layers:
-                total += layer.forward + layer.backward
-        return total
+        return len(next(iter(self.costs.values())))
 
 
 # -- Numbers of bytes as text: 8G is 8 * 2^30 ------------------------------------------------------

@@ -99,29 +99,27 @@ class Space:
             return [self.fixed["microbatches"]]
         most = min(self.rows, MOST_PER_RANK * self.ranks)
         least = min(-(-self.ranks // self.fixed.get("slices", 1)), self.rows)
-        divisors = []
-        for count in range(least, most + 1):
-            if self.rows % count == 0:
-                divisors.append(count)
-        if len(divisors) <= COUNTS:
-            return divisors or [most]
+        divisors = [count for count in range(least, most + 1) if self.rows % count == 0] or [most]
         step = (len(divisors) - 1) / (COUNTS - 1)
-        return [divisors[round(place * step)] for place in range(COUNTS)]
+        places = {round(place * step) for place in range(COUNTS)}
+        return [divisors[place] for place in sorted(places)]
 
     @property
     def forms(self) -> list[tuple[str, int]]:
         """(schedule, chunks) to try."""
-        partition = self.fixed.get("partition")
+        fixed = self.fixed
+        stages = set(range(self.ranks, self.layers + 1, self.ranks))
+        if "chunks" in fixed:
+            stages &= {self.ranks * fixed["chunks"]}
+        if "partition" in fixed:
+            stages &= {len(fixed["partition"])}
+        if not fixed.keys() & {"chunks", "partition"}:
+            stages &= set(range(CHUNKS * self.ranks + 1))
         forms = []
-        for chunks in range(1, self.layers // self.ranks + 1):
-            if chunks > CHUNKS and not self.fixed.keys() & {"chunks", "partition"}:
-                break
-            if chunks != self.fixed.get("chunks", chunks):
-                continue
-            if partition is not None and len(partition) != chunks * self.ranks:
-                continue
+        for count in sorted(stages):
+            chunks = count // self.ranks
             for name in names(chunks):
-                if name == self.fixed.get("schedule", name):
+                if name == fixed.get("schedule", name):
                     forms.append((name, chunks))
         return forms
 
@@ -157,11 +155,9 @@ def find_plans(profile: Profile, space: Space, memory_limit: int | None = None) 
     Examples
     --------
     >>> from mpipipe.planning import LayerCosts, Link, Profile, RankCosts, Sizes, Space, find_plans
-    >>> rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0),))
-    >>> links, sizes, zeros = {1: (Link(), Link())}, {1: [Sizes(saved=100)] * 2}, (0.0, 0.0)
-    >>> profile = Profile(
-    ...     (0, 0), {1: (rank, rank)}, links, sizes, (8, 8), (1, 1), optimizer=zeros, sums=zeros
-    ... )
+    >>> rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0, 1.0),))
+    >>> sizes = {1: [Sizes(saved=100)] * 2}
+    >>> profile = Profile((0, 0), {1: (rank, rank)}, {1: Link()}, sizes, (8, 8))
     >>> best = find_plans(profile, Space(ranks=2, layers=2, rows=4, fixed={"microbatches": 4}))[0]
     >>> best.choice.schedule, best.seconds
     ('zero_bubble_h1', 13.0)
@@ -202,24 +198,20 @@ class _Search:
     limit: float
 
     def plans(self) -> Iterator[Plan]:
-        """Yield a plan for each form and number of micro-batches; some are above the limit."""
+        """Yield a plan for each form and number of micro-batches; some are above the limit.
+
+        What cannot be built is left out, such as schedules that are too large; where nothing can,
+        ArgumentError says why.
+        """
         space = self.space
         seen = set()  # some schedules are the same with one stage on each rank
-        slices = space.fixed.get("slices", 1)
-        # Candidates that are too large are left out; where all of them are, the smallest is built,
-        # which says so.
-        most = max(
-            schedules.MOST_UNITS // (space.ranks * slices),
-            space.microbatches[0] * space.forms[0][1],
-        )
         for microbatches, (name, chunks) in product(space.microbatches, space.forms):
-            if microbatches * chunks > most:
-                continue
             fields = {"schedule": name, "chunks": chunks, "microbatches": microbatches}
             if "partition" not in space.fixed:
                 size = -(-space.rows // microbatches)
                 fields["partition"] = cut_by_time(self.profile, size, chunks * space.ranks)
-            plan = self.predicted(Choice(**{**space.fixed, **fields}))
+            choice = Choice(**{**space.fixed, **fields})
+            plan = self.predicted(choice)
             if plan is None:
                 continue
             schedule = plan.schedule
@@ -230,29 +222,25 @@ class _Search:
             if plan.peak > self.limit and not RECOMPUTATION & space.fixed.keys():
                 plan = self.recomputing(plan)
             yield plan
+        if not seen:
+            choice.build(space.ranks, space.trained)
 
     def recomputing(self, plan: Plan) -> Plan:
         """Return the plan with as many forwards run again as the limit asks for."""
         held = max(schedules.simulate(plan.schedule).peak_activations)
-        limits = {held * part // (LIMITS + 1) for part in range(1, LIMITS + 1)}
-        choices = []
-        for limit in sorted(limits - {0, held}, reverse=True):
-            choices.append(replace(plan.choice, recompute_limit=limit))
-        for choice in [*choices, replace(plan.choice, recompute=True)]:
-            tried = self.predicted(choice)
-            if tried is not None:
-                plan = tried
-                if plan.peak <= self.limit:
-                    break
+        limits = {held * part // (LIMITS + 1) for part in range(1, LIMITS + 1)} - {0, held}
+        choices = [replace(plan.choice, recompute_limit=limit) for limit in sorted(limits)]
+        for choice in [*reversed(choices), replace(plan.choice, recompute=True)]:
+            plan = self.predicted(choice) or plan
+            if plan.peak <= self.limit:
+                break
         return plan
 
     def predicted(self, choice: Choice) -> Plan | None:
-        """Return a plan; None where no recomputation keeps the limit of activations."""
+        """Return a plan; None where it cannot be built."""
         try:
             return predict(self.profile, choice, self.space.rows, self.space.trained)
         except ArgumentError:
-            if choice.recompute_limit is None:
-                raise
             return None
 
     def refined(self, plan: Plan) -> Plan:
@@ -289,9 +277,10 @@ def cut_by_time(profile: Profile, size: int, stages: int) -> tuple[int, ...]:
 
     `size` are the sequences of a micro-batch.
     """
-    times = [0.0] * len(profile.kinds)
-    for rank in profile.costs[size]:
-        for place, kind in enumerate(profile.kinds):
-            times[place] += rank.layers[kind].forward + rank.layers[kind].backward
-        times[-1] += rank.loss
+    costs = profile.costs[size]
+    times = []
+    for kind in profile.kinds:
+        layers = [rank.layers[kind] for rank in costs]
+        times.append(sum(layer.forward + layer.backward for layer in layers))
+    times[-1] += sum(rank.loss for rank in costs)
     return tuple(stop - start for start, stop in schedules.partition(times, stages))

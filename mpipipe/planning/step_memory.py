@@ -27,7 +27,7 @@ from mpipipe.planning.memory import (
     taking,
     tracing,
 )
-from mpipipe.planning.predict import crosses, step_peaks
+from mpipipe.planning.predict import crossings, step_peaks
 from mpipipe.planning.problem import MeasuredRanks, PlanningProblem, attentions, parameters_of
 from mpipipe.planning.profile import Sizes, joined
 from mpipipe.schedules import before_backwards, peak_memory, simulate
@@ -171,55 +171,50 @@ def _micro_batch(lone: LoneLayer) -> Sizes:
     stage = lone.stage
     shared = {*array_bytes((stage.buffers.all, lone.x, lone.targets))}
     before = getattr(lone.x, "main", lone.x)
-    for _ in range(2):
-        y = lone.forward()
-        after = getattr(y, "main", y)
-        saved = None
-        if lone.trained:
-            saved = lone.kept[0][1]
-        saved_size, loss_size = new_bytes([saved, lone.gradient], shared)
-        sizes = Sizes(
-            input=bytes_of(before),
-            output=bytes_of(after),
-            saved=saved_size,
-            keeps_output=_within(after, saved),
-            keeps_input=_within(before, saved),
-        )
-        del y, after
-        if lone.trained:
-            lone.act("B")
-            lone.forward()
-            saved = lone.kept[0][1]
-            lone.act("I")
-            _, added = new_bytes([saved, lone.pending], shared)
-            del saved
-            sizes = replace(
-                sizes,
-                pending=sum(new_bytes([lone.pending], shared)),
-                added=added,
-                pends_input=_within(before, lone.pending),
-            )
-            lone.act("W")
+    for name in "FBFIW" if lone.trained else "F":
+        lone.act(name)
+    y = lone.forward()
+    after = getattr(y, "main", y)
+    saved = None
+    if lone.trained:
+        saved = lone.kept[0][1]
+    _, own, loss = new_bytes([y, saved, lone.gradient], shared)
     if lone.loss is None:
-        loss_size = 0
+        loss = 0
+    sizes = Sizes(
+        input=bytes_of(before),
+        output=bytes_of(after),
+        saved=own,
+        keeps_output=_within(after, saved),
+        keeps_input=_within(before, saved),
+        loss=loss,
+        drawing=lone.drawing,
+    )
+    del y, after
+    if lone.trained:
+        lone.act("B")
+        lone.forward()
+        saved = lone.kept[0][1]
+        lone.act("I")
+        _, added = new_bytes([saved, lone.pending], shared)
+        del saved
+        sizes.added = added
+        sizes.pending = sum(new_bytes([lone.pending], shared))
+        sizes.pends_input = _within(before, lone.pending)
+        lone.act("W")
     parts = []
     for _, part in stage.layers[0].walk(""):
         if not isinstance(part, ForeignLayer):
             parts.append(vars(part))
-    common, tables = new_bytes([stage.tables, parts], {*array_bytes(stage.buffers.all)})
-    most = {name: action[-1] for name, action in lone.actions.items()}
-    held = sizes.saved + sizes.output - sizes.keeps_output
-    return replace(
-        sizes,
-        tables=tables,
-        shared=common,
-        loss=loss_size,
-        drawing=lone.drawing,
-        forward=max(most["F"], held + max(loss_size, most.get("loss", 0))),
-        backward=most.get("B", 0),
-        input_grad=max(sizes.added, most.get("I", 0)),
-        weight_grad=most.get("W", 0),
-    )
+    sizes.shared, sizes.tables = new_bytes([stage.tables, parts], {*array_bytes(stage.buffers.all)})
+    most: dict[str, float] = defaultdict(float)
+    for name, action in lone.actions.items():
+        most[name] = action[-1]
+    sizes.forward = max(most["F"], sizes.saved + sizes.output + max(loss, most["loss"]))
+    sizes.backward = most["B"]
+    sizes.input_grad = max(sizes.added, most["I"])
+    sizes.weight_grad = most["W"]
+    return sizes
 
 
 def _within(tree: Tree, kept: object) -> int:
@@ -341,39 +336,29 @@ def rank_bytes(
             layers[place] = _in_ring(layers[place], counts, problem)
     stages = [joined(layers[start:stop]) for start, stop in plan.layer_ranges]
     inputs = [stage.input for stage in stages]
-    sources = {}
     for skip in schedule.skips:
-        target = stages[skip.target]
-        stages[skip.target] = replace(target, input=target.input + named[skip.name])
-        # A value that several stages take leaves its stage once.
-        sources[skip.name] = skip.source
-    for name, source in sources.items():
-        output = stages[source].output + named[name]
-        stages[source] = replace(stages[source], output=output)
+        stages[skip.target].input += named[skip.name]
+    # A value that several stages take leaves its stage once.
+    for name, source in {skip.name: skip.source for skip in schedule.skips}.items():
+        stages[source].output += named[name]
     timeline = simulate(schedule)
     process = process_bytes()
     # A pipeline keeps its batch until the next step.
     row = 2 * sum(map(bytes_of, example)) * plan.rows // plan.microbatch_rows
     wide = problem.wide
     peaks = step_peaks(schedule, stages, shares)
-    away = [float(crosses(schedule, edge)) for edge in range(schedule.stages + 1)]
+    away = crossings(schedule)
     # Inputs stay in buffers of messages until their backwards.
     leased = peak_memory(schedule, away[:-1], away[:-1])
     ranks = []
     for rank, (activations, scratch) in enumerate(peaks):
         ranges = plan.ranges_of(rank)
-        count = sum(parameters_of(problem.layers[start:stop]) for start, stop in ranges)
-        receives = 0.0
-        largest = 0.0
-        drawing = 0.0
-        for start, stop in ranges:
-            for size in layers[start:stop]:
-                drawing = max(drawing, size.drawing)
-        for stage in schedule.stages_of(rank):
-            receives += schedule.units * (away[stage] + away[stage + 1])
-            for end in stages[max(stage, 1) : stage + 2]:
-                largest = max(largest, end.input)
+        places = plan.layers_of(rank)
+        count = parameters_of([problem.layers[place] for place in places])
+        own = schedule.stages_of(rank)
+        receives = schedule.units * sum(away[stage] + away[stage + 1] for stage in own)
         buffers = min(leased[rank] + receive_window(timeline, rank), receives)
+        messages = [end.input for stage in own for end in stages[max(stage, 1) : stage + 2]]
         gradients = sum(problem.gradient_bytes(ranges))
         trained = gradients // wide
         elsewhere = problem.elsewhere_bytes(trained)
@@ -395,10 +380,10 @@ def rank_bytes(
                 gradients=gradients,
                 moments=problem.moment_bytes(trained),
                 activations=round(activations),
-                messages=round(buffers * largest * max(shares)),
+                messages=round(buffers * max(messages, default=0) * max(shares)),
                 scratch=round(scratch),
                 batch=[schedule.placement[0], schedule.placement[-1]].count(rank) * row,
-                start=elsewhere + round(drawing),
+                start=elsewhere + round(max(layers[place].drawing for place in places)),
                 after=after,
                 process=process,
             )

@@ -327,9 +327,10 @@ class Task:
         """
         return None
 
-    def message_shape(self, rows: int, shard: Shard) -> Shape | None:
-        """Return the shape of a message for these rows; None: the largest one is measured."""
-        return None
+    @property
+    def alike(self) -> bool:
+        """Whether the inputs of all layers have one shape."""
+        return False
 
     def load(self, stages: Stages, mesh: Mesh) -> None:
         """Set the parameters of a new training, where they were not drawn; collective."""

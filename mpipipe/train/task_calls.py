@@ -157,17 +157,12 @@ def rate_of(task: Task, step: int, config: TaskConfig) -> float:
 OPTIMIZER = "stages", "steps", "lr", "step", "named_state"
 
 
-def make_optimizer(
-    task: Task, config: TaskConfig, stages: Sequence[nn.Stage], mesh: Mesh | None
-) -> Any:
-    """Return the optimizer of the task, or the one that options name; collective over a mesh."""
-    together: AbstractContextManager[None] = nullcontext()
+def make_optimizer(task: Task, config: TaskConfig, stages: Sequence[nn.Stage], mesh: Mesh) -> Any:
+    """Return the optimizer of the task, or the one that options name; collective."""
     replicas = None
-    if mesh is not None:
-        together = group_of(mesh.comm).raise_together("train: the optimizer of the task")
-        if config.shard_optimizer:
-            replicas = mesh.replicas
-    with together:
+    if config.shard_optimizer:
+        replicas = mesh.replicas
+    with group_of(mesh.comm).raise_together("train: the optimizer of the task"):
         optimizer = call(task, "optimizer", stages, config)
         if optimizer is not None:
             lacking = [name for name in OPTIMIZER if not hasattr(optimizer, name)]

@@ -21,7 +21,6 @@ from mpipipe.train.task_calls import (
     call,
     chain,
     costs_of,
-    elements,
     example,
     layers_of,
     loss_of,
@@ -215,17 +214,14 @@ def measured_ranks(
     whole, _, problem = make_shard(config, task, mesh, on_paper, sliced=False)
     with group_of(mesh.comm).raise_together("plan: the inputs of the layers"):
         inputs: list[arrays.Tree] = []
-        # Else the task says how large they are.
-        if not task.message_shape(1, whole):
+        if not task.alike:
             inputs = [x for _, x, _ in chain(task, whole)]
-    largest = max(map(elements, inputs[1:]), default=1)
     return planning.MeasuredRanks(
         problem=replace(problem, inputs=tuple(map(shapes_of, inputs))),
         mesh=mesh,
         layers=partial(layers_of, task, whole),
         loss_for=partial(loss_of, task, whole),
         example=partial(example, task, shard=whole, most=config.batch),
-        message_shape=lambda rows: task.message_shape(rows, whole) or (rows, largest),
         optimizer=partial(make_optimizer, task, config),
         scaler=partial(make_scaler, config),
         lr=config.lr,
@@ -238,12 +234,10 @@ def measured_ranks(
 def best_plan(config: TaskConfig, task: Task, mesh: Mesh, device: str) -> tuple[TaskConfig, str]:
     """Return the configuration with the best plan, and a line about it; collective."""
     report = planning.find_plan(measured_ranks(config, task, mesh), device)
-    line = ""
-    if report.plans:
-        line = f"mpipipe: plan: {planning.in_words(report.plans[0])}"
-        if report.oversubscribed:
-            line += f" ({report.oversubscribed})"
-    chosen = {name: getattr(report.choice, name) for name in PLANNED}
+    line = f"mpipipe: plan: {planning.in_words(report.best)}"
+    if report.oversubscribed:
+        line += f" ({report.oversubscribed})"
+    chosen = {name: getattr(report.best.choice, name) for name in PLANNED}
     return replace(config, plan="no", memory_limit=None, fixed=(), **chosen), line
 
 

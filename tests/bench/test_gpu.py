@@ -2,19 +2,14 @@
 
 import json
 import math
-import sys
-from dataclasses import replace
 from inspect import signature
 
-import numpy as np
 import pytest
-from support.command_line import invoke
 
 from mpipipe import arrays
 from mpipipe.bench.gpu import kernels, run, steps
 from mpipipe.bench.gpu.run import PARTS
 from mpipipe.bench.timing import Row
-from mpipipe.job import settings
 from mpipipe.language.models import GPT
 
 TINY = GPT(vocab=40, dim=16, layers=2, heads=2, seq_len=16, tied=True)
@@ -70,72 +65,9 @@ def test_a_step_that_runs_without_graphs_has_no_row_that_says_graphs(gpu):
     assert reason.startswith("CUDA graphs are not measured: ") and "null" in reason
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_the_measured_step_ends_as_that_of_a_training(emulated_gpu, monkeypatch, tied):
-    """One kernel updates the parameters and their copy; no pass clips the gradients or casts the parameters."""
-    model, tokens = replace(TINY, tied=tied), np.zeros((2, 2, TINY.seq_len), np.int64)
-
-    def launches(step, synchronize, repeats):
-        step()
-        synchronize()
-        emulated_gpu.reset()
-        step()
-        return list(emulated_gpu.launches)
-
-    monkeypatch.setattr(steps, "_wall", launches)
-    with arrays.own_stream():
-        found = steps._step_seconds(1, model, tokens, 1, "bfloat16", None, True)
-    assert sum(name.startswith("graph of") for name in found) == 2  # forward and backward
-    for dtype in ("bfloat16", "float16"):
-        found = steps._step_seconds(1, model, tokens, 1, dtype, None, False)
-        assert "adamw" in found and found.count("clip_factor") == 1, found
-        assert "rescale" not in found and "strided_copy" not in found[found.index("adamw") :]
-        assert found.index("clip_factor") < found.index("adamw")
-
-
-def test_ties_and_sizes_of_the_measured_steps(gpu, monkeypatch):
-    """What is called tied is tied; small micro-batches hold the same tokens."""
-    asked = []
-    monkeypatch.setattr(
-        steps,
-        "_step_seconds",
-        lambda repeats, model, tokens, count, *_: asked.append((model.tied, tokens.shape, count, _[-1])) or 1.0,
-    )
-    list(steps.measure_step(1, peers=False))
-    sizes = [each[:3] for each in asked]
-    whole, pieces = ((2, 8, 1024), 1), ((2, 16, 512), 16)
-    assert sizes == [(False, *whole), (True, *whole), (True, *pieces), (True, *whole), (True, *pieces)]
-    assert [each[3] for each in asked] == [True, True, True, False, False]
-
-
 @pytest.mark.parametrize("part", PARTS.values(), ids=list(PARTS))
 def test_quick_sizes_are_parameters(part):
     assert "repeats" in part.quick and set(part.quick) <= set(signature(part.measure).parameters)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("job", ["", "2"])
-def test_a_process_without_mpi_measures_alone_unless_it_is_one_of_several(monkeypatch, capsys, job):
-    monkeypatch.setitem(sys.modules, "mpi4py", None)
-    for name in settings.SIZE_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PMI_SIZE", job)
-    calls = []
-    monkeypatch.setattr(run, "run", lambda *given: calls.append(given))
-    outcome = invoke("bench", "gpu", "--quick", "--no-peers", "--part", "memory")
-    if job:
-        assert outcome.code == 1 and not calls
-    else:
-        assert outcome.code == 0, outcome
-        assert calls[0][:5] == (["memory"], None, None, False, True) and calls[0][5].size == 1
-
-
-def test_a_process_without_mpi_refuses_a_part_as_every_command_refuses(monkeypatch):
-    monkeypatch.setitem(sys.modules, "mpi4py", None)
-    for name in settings.SIZE_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    outcome = invoke("bench", "gpu", "--part", "nonsense")
-    assert outcome.code == 2 and "mpipipe: stopped:\n  ArgumentError: no part of bench gpu" in outcome.report
 
 
 def part_of(*rows):

@@ -226,16 +226,6 @@ def test_another_model_is_refused_with_the_array_that_differs(comm, mpi_tmp_path
             checkpoint.load(mpi_tmp_path, mesh, [nn.Stage([nn.Linear(4, 4)], first=mesh.rank + 1)])
 
 
-def test_an_array_that_a_checkpoint_lacks_is_refused_and_none_is_set(comm, mpi_tmp_path):
-    saved(comm, mpi_tmp_path, comm.size)
-    there = checkpoint.read(mpi_tmp_path)
-    name, entry = next(iter(next(iter(there.files.values())).arrays.items()))
-    targets = {name: np.full(entry.shape, 7, entry.kind), "parameters/9.absent": np.zeros(3, np.float32)}
-    with pytest.raises(ArgumentError, match=r"has no array parameters/9\.absent"):
-        checkpoint.read_arrays(there, targets)
-    assert (targets[name] == 7).all()
-
-
 def test_a_file_that_one_rank_does_not_see_is_named_and_without_a_manifest_there_is_no_checkpoint(comm, mpi_tmp_path):
     path = saved(comm, mpi_tmp_path, comm.size)
     part = path / f"part-{comm.size - 1}.safetensors"
@@ -253,3 +243,51 @@ def test_a_file_that_one_rank_does_not_see_is_named_and_without_a_manifest_there
     for place in (path, mpi_tmp_path, mpi_tmp_path / "absent"):
         with pytest.raises(ArgumentError, match="no checkpoint is here"):
             loaded(comm, place, comm.size)
+
+
+# -- stages of a user's own, by `parameters`, or by `state_dict` and `load_state_dict`
+
+
+class Counting:
+    """A stage with a matrix and a table that is no parameter; what it hands out nobody may write to."""
+
+    def __init__(self, name, value):
+        self.name, self.loaded = name, 0
+        self.parameters, self.gradients = (nn.FlatBuffer({f"{name}.w": (3, 2)}, "float64") for _ in range(2))
+        self.parameters.flat[:6] = value
+        self.table = np.full(4, value, np.int32)
+
+    def state_dict(self):
+        found = {f"{self.name}.w": self.parameters[f"{self.name}.w"].copy(), f"{self.name}.table": self.table.copy()}
+        for array in found.values():
+            array.flags.writeable = False
+        return found
+
+    def load_state_dict(self, arrays):
+        self.loaded += 1
+        self.parameters[f"{self.name}.w"][...] = arrays[f"{self.name}.w"]
+        self.table = arrays[f"{self.name}.table"].copy()
+
+
+def test_a_state_dict_is_saved_and_loaded(pair, mpi_tmp_path):
+    with Mesh(pair, pipe=2) as mesh:
+        saved = Counting(f"part{pair.rank}", 5 + pair.rank)
+        optimizer = optim.AdamW([saved], lr=0.1)
+        saved.gradients.flat[:6] = 1
+        optimizer.step()
+        path = checkpoint.save(mpi_tmp_path, mesh, [saved], optimizer, step=1)
+        other = Counting(f"part{pair.rank}", 0)
+        again = optim.AdamW([other], lr=0.1)
+        checkpoint.load(path, mesh, [other], again)
+    np.testing.assert_array_equal(other.parameters.flat, saved.parameters.flat)
+    np.testing.assert_array_equal(other.table, saved.table)
+    np.testing.assert_array_equal(again.state[0]["second"], optimizer.state[0]["second"])
+    assert other.loaded == 1 and again.steps == 1 and other.table.dtype == np.int32
+
+
+def test_arrays_of_one_name_on_two_ranks_are_refused_before_anything_is_written(pair, mpi_tmp_path):
+    """Such a checkpoint could be saved, and not be read again."""
+    with Mesh(pair, pipe=2) as mesh:
+        with pytest.raises(ArgumentError, match=r"ranks 0 and 1 have a parameter part\.table"):
+            checkpoint.save(mpi_tmp_path, mesh, [Counting("part", 1)], step=1)
+        assert not any(mpi_tmp_path.iterdir())

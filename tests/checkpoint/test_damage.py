@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import event, given, settings
 from support import harness
-from support.damage import FILES, SEALED, damages, sealed
+from support.damage import SEALED, damages, sealed
 
 from mpipipe import Mesh, checkpoint, nn, optim
 from mpipipe.checkpoint import contents
@@ -94,31 +94,6 @@ def check_right(whole, held):
         np.testing.assert_array_equal(held[name], array, name)
 
 
-def flipped(place):
-    return lambda content: content[:place] + bytes([content[place] ^ 1]) + content[place:][1:]
-
-
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        (flipped(0), "header has the checksum"),
-        (flipped(40), "header has the checksum"),
-        (flipped(-1), r"\w+/1\.\w+ has the checksum|0\.\w+ has the checksum"),
-        (lambda content: content[:-1], r"has \d+ bytes and not"),
-        (lambda content: content + b"\0", r"has \d+ bytes and not"),
-        (lambda content: b"", "has 0 bytes and not"),
-    ],
-)
-@pytest.mark.parametrize("name", FILES[1:])
-def test_damage_to_a_file_of_arrays_is_told_with_its_kind(whole, tmp_path, name, change, match):
-    shutil.copytree(whole, tmp_path / "copy")
-    path = tmp_path / "copy" / "step-00000002" / name
-    path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(ArgumentError, match=f"file of the checkpoint is damaged: .*({match})") as caught:
-        load(path.parent)
-    assert caught.value.found == str(path)
-
-
 def damaged(whole, folder, change):
     """The path of a copy of step 2 whose manifest has been changed and sealed again."""
     shutil.copytree(whole, folder)
@@ -127,10 +102,6 @@ def damaged(whole, folder, change):
     change(facts)
     (path / "manifest.json").write_text(sealed(facts))
     return path
-
-
-def bad_name(name):
-    return lambda facts: facts["files"].update({name: facts["files"].pop(PART)})
 
 
 def bad_header(header):
@@ -146,9 +117,9 @@ def bad_header(header):
 
 PART = "part-0.safetensors"
 MANIFESTS = [  # (a change, words of the error)
-    *(
-        (bad_name(name), "is no name of a file of a checkpoint")
-        for name in ("../secret.safetensors", "/etc/passwd", "a/b.safetensors", f"{PART}\n")
+    (
+        lambda facts: facts["files"].update({"../secret.safetensors": facts["files"].pop(PART)}),
+        "is no name of a file of a checkpoint",
     ),
     *((bad_header(header), "has a header of") for header in (7, 2**40, 2**61)),
     (lambda facts: next(iter(facts["files"][PART]["arrays"].values())).update(start=10**6), "after its file"),

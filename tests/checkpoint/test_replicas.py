@@ -7,39 +7,26 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from support import saved_model
+from support.saved_model import HEAD, MODEL
 from support.small_training import config_in
 
-from mpipipe import Mesh, Pipeline, arrays, checkpoint, nn, optim, schedules
+from mpipipe import Mesh, arrays, checkpoint, nn, optim
 from mpipipe.attention import Local
 from mpipipe.checkpoint import contents, replicas
-from mpipipe.checkpoint.replicas import ABSENT, Hashes, compare, hash_of
+from mpipipe.checkpoint.replicas import hash_of
 from mpipipe.errors import MismatchError, ReplicaError
 from mpipipe.language.models import GPT
 from mpipipe.train import train
 from mpipipe.train.trainer import Trainer
 
-MODEL = GPT(dim=8, layers=3, heads=2, kv_heads=1, hidden=12, seq_len=16, tied=True)
-EMBEDDING, HEAD = "0.weight", f"{2 * MODEL.layers + 1}.1.weight"
+EMBEDDING = "0.weight"
 
 
-def trained(mesh, chunks=1, **keys):
-    """(stages, optimizer) of this rank after two steps, with tied parameters shared as a pipeline shares them."""
-    schedule = schedules.interleaved_1f1b(mesh.pipe.size, chunks, 4)
-    layers, parts = MODEL.build(Local()), schedules.partition(MODEL.costs(), schedule.stages)
-    stages = [
-        nn.Stage(layers[slice(*parts[n])], seed=3, first=parts[n][0], **keys)
-        for n in schedule.stages_of(mesh.pipe.rank)
-    ]
-    tokens = np.random.default_rng(mesh.coords.data).integers(0, 256, (8, MODEL.seq_len))
-    first, last = schedule.placement[0] == mesh.pipe.rank, schedule.placement[-1] == mesh.pipe.rank
-    with Pipeline(stages, schedule, mesh.pipe, loss=nn.softmax_cross_entropy, replicas=mesh.replicas) as pipeline:
-        optimizer = optim.AdamW(stages, 0.1)
-        for _ in range(2):
-            pipeline.step(tokens if first else None, tokens if last else None)
-            optimizer.step()
-    return stages, optimizer
+def trained(mesh, chunks=1):
+    """(stages, optimizer) of this rank, with tied parameters and a state, which are equal on replicas."""
+    stages, optimizer = saved_model.trained(mesh, chunks)
+    return stages, saved_model.fill(optimizer)
 
 
 def flip(array, item, bit):
@@ -50,7 +37,7 @@ def flip(array, item, bit):
 
 
 @pytest.mark.parametrize("pipe", [1, 2, 4])
-def test_equal_replicas_and_tied_places_pass_after_steps_of_training(comm, pipe):
+def test_equal_replicas_and_tied_places_pass(comm, pipe):
     if comm.size % pipe:
         pytest.skip(f"needs a multiple of {pipe} ranks")
     for chunks in (1, 2):
@@ -161,29 +148,6 @@ def test_a_gpu_and_the_host_have_the_same_hashes(gpu, comm, dtype, monkeypatch):
                 flip(here.parameters["0.weight"], 34, 9)
             with pytest.raises(ReplicaError, match=r"0\.weight"):
                 checkpoint.check_replicas(mesh, [there if comm.rank % 2 else here])
-
-
-@given(st.data())
-def test_every_bit_and_the_shape_and_the_dtype_count(data):
-    array = np.arange(data.draw(st.integers(1, 40)), dtype=data.draw(st.sampled_from(["float32", "int8", "float64"])))
-    before = hash_of(array)
-    flip(array, data.draw(st.integers(0, array.size - 1)), data.draw(st.integers(0, 8 * array.itemsize - 1)))
-    assert hash_of(array) != before
-    assert hash_of(array) != hash_of(array[:, None]) and hash_of(array) != hash_of(array.view(np.uint8))
-
-
-@given(st.integers(2, 6), st.integers(0, 5), st.sampled_from(["a", "b"]), st.booleans())
-def test_what_one_rank_alone_holds_or_lacks_is_named(size, victim, name, lacks):
-    victim %= size
-    everyone = [Hashes(0, "node", {"a": "1", "b": "2"}, {}) for _ in range(size)]
-    if lacks:
-        everyone[victim].hashes.pop(name)
-    else:
-        everyone[victim].hashes[name] = "3"
-    (found,) = compare(everyone)
-    assert (found.name, found.ranks[ABSENT if lacks else "3"]) == (name, [victim])
-    assert found.odd == ([victim] if size > 2 else [0, 1])
-    assert compare([held._replace(pipe=rank) for rank, held in enumerate(everyone)]) == []
 
 
 @pytest.mark.mpi(min_size=2)

@@ -11,8 +11,8 @@ from mpipipe.attention import Local
 from mpipipe.checkpoint import contents, tensor_files, whole_folder
 from mpipipe.errors import ArgumentError
 from mpipipe.job import inprocess
-from mpipipe.language.models import GPT, huggingface, weights
-from mpipipe.language.models.model_folder import convert, open_model
+from mpipipe.language.models import GPT, weights
+from mpipipe.language.models.model_folder import open_model
 
 MODEL = GPT(dim=8, layers=1, heads=2)
 CALLS = [(os, name) for name in ("rename", "rmdir", "mkdir", "unlink", "fsync", "replace", "open")]
@@ -30,11 +30,6 @@ def save_weights(folder, value):
             weights.save(folder, MODEL, [stage_of(value)], mesh)
 
     inprocess.run(1, write)
-
-
-def save_huggingface(folder, value):
-    parameters, origin = stage_of(value).parameters, huggingface.Origin()
-    huggingface.save(folder, MODEL, [parameters], dict, dtype="float32", origin=origin)
 
 
 def value_of_model(folder):
@@ -141,19 +136,6 @@ def test_a_save_that_is_killed_at_any_moment_leaves_the_old_model_or_the_new_one
             save_weights(folder, 3)
             assert value_of_model(folder) == 3 and os.listdir(tmp_path / "run") == ["model"]
     assert moment > 20 and seen[0] == 1 and seen[-1] == 2 and seen == sorted(seen), seen
-
-
-def test_a_conversion_that_is_killed_leaves_a_whole_model_or_none(tmp_path):
-    save_huggingface(tmp_path / "source", 4)
-    moment, ended, seen = 0, False, set()
-    while not ended:
-        moment += 3
-        ended = dying_at(moment, lambda: convert(tmp_path / "source", tmp_path / "target"))
-        seen.add(value_of_model(tmp_path / "target") if (tmp_path / "target").exists() else None)
-        shutil.rmtree(tmp_path / "target", ignore_errors=True)
-    assert seen == {None, 4.0}
-    convert(tmp_path / "source", tmp_path / "target")
-    assert sorted(os.listdir(tmp_path)) == ["source", "target"]
 
 
 def test_between_the_two_renames_the_former_folder_is_found(tmp_path):

@@ -9,7 +9,6 @@ from support.gradients import contents, fill, gradient_norm, watched
 
 from mpipipe import arrays, nn, optim
 from mpipipe.errors import ArgumentError, MpipipeError, NonFiniteError, PeerError
-from mpipipe.job import inprocess
 
 OPTIMIZERS = {
     "AdamW": lambda stages: optim.AdamW(stages, 0.01, weight_decay=0.1),
@@ -154,25 +153,7 @@ def test_all_ranks_let_mpi_gather_where_nccl_cannot_be_used(own, comm, monkeypat
         assert optim.clip_by_global_norm(stages, math.inf, over=over) == expected
 
 
-def test_threads_of_a_process_need_no_nccl():
-    def shared(comm):
-        stage = nn.Stage([nn.RMSNorm(2)], first=comm.rank)
-        stage.gradients[f"{comm.rank}.gain"][...] = 1
-        with optim.GlobalNorm([stage], comm) as over:
-            assert not over.on_device
-            return optim.clip_by_global_norm([stage], 1.0, over=over)
-
-    assert inprocess.run(2, shared) == [2.0, 2.0]
-
-
 # -- misuse and failures -----------------------------------------------------------------------------------------------
-
-
-def test_a_communicator_beside_a_global_norm_is_refused(own, comm):
-    stages = made(comm.rank)
-    with optim.GlobalNorm(stages, comm) as over:
-        with pytest.raises(ArgumentError, match="over with comm or skip"):
-            optim.clip_by_global_norm(stages, 1.0, comm, {"0.bias"}, over=over)
 
 
 @pytest.mark.mpi(min_size=2)

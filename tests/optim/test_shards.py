@@ -17,7 +17,6 @@ from mpipipe.comm import allreduce
 from mpipipe.comm.nccl import sums
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, PeerError
 from mpipipe.job import inprocess
-from mpipipe.optim.shards import shares_of
 from mpipipe.schedules import interleaved_1f1b, one_f_one_b
 
 GROUPS = [optim.Group("*.bias", lr=2), optim.Group("*.gain", lr=0.5, weight_decay=0.3)]
@@ -104,35 +103,6 @@ def test_so_they_have_on_gpus(comm, monkeypatch, name, dtype, nccl):
         replicas.Free()
     wholes = 2 * 3 if dtype == "bfloat16" else 0
     assert len(started) == (12 + wholes if nccl == "on" and comm.size > 1 else 0)
-
-
-def test_threads_of_one_process_are_replicas_as_well():
-    def on_each_rank(comm):
-        stages = made()
-        optimizer = optim.AdamW(stages, 0.01, replicas=comm)
-        fill(stages)
-        optimizer.step()
-        return parameters(stages, optimizer), [array.size for kinds in optimizer.state for array in kinds.values()]
-
-    (first, sizes), (second, others), (third, _) = inprocess.run(3, on_each_rank)
-    assert first == second == third and sizes[0] > others[2] == 0
-
-
-@pytest.mark.parametrize("size", [0, 63, 65, 1_000_003])
-@pytest.mark.parametrize("replicas", [1, 7])
-def test_shares_follow_each_other_and_begin_on_lines_of_the_cache(size, replicas):
-    shares = shares_of(size, replicas)
-    assert [start for start, _ in shares] + [size] == [0] + [stop for _, stop in shares]
-    assert all(start % 64 == 0 or start == size for start, _ in shares)
-    assert max(stop - start for start, stop in shares) - size / replicas < 2 * 64
-
-
-def test_each_replica_has_its_part_of_the_bytes_of_the_state_within_one_percent(comm):
-    stages = made(sizes=((300, 200), (200, 400)))
-    whole, cut = optim.AdamW(stages, 0.1), optim.AdamW(stages, 0.1, replicas=comm)
-    sizes = [sum(array.nbytes for kinds in each.state for array in kinds.values()) for each in (whole, cut)]
-    assert abs(sizes[1] * comm.size / sizes[0] - 1) < 0.01
-    assert sum(comm.allgather(sizes[1])) == sizes[0]
 
 
 # -- with a pipeline: sums over replicas, ties, frozen parameters, accumulation
@@ -324,30 +294,14 @@ def test_an_optimizer_that_is_older_than_the_pipeline_is_refused_where_that_ties
         assert optimizer.steps == 0
 
 
-def set_steps(stages, optimizer):
-    optimizer.steps = 7
-
-
-def write(stages, optimizer):
-    stages[1].parameters.flat[...] = 0
-
-
-def keep_gradients(stages, optimizer):
-    fill(stages, 1)
-
-
-def set_rate(stages, optimizer):
-    optimizer.lr = 0.2
-
-
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     "change, named",
     [
-        (set_steps, "steps"),
-        (set_rate, "lr 0.2"),
-        (write, "sample of the parameters"),
-        (keep_gradients, "sample of the gradients"),
+        (lambda stages, optimizer: setattr(optimizer, "steps", 7), "steps"),
+        (lambda stages, optimizer: setattr(optimizer, "lr", 0.2), "lr 0.2"),
+        (lambda stages, optimizer: stages[1].parameters.flat.fill(0), "sample of the parameters"),
+        (lambda stages, optimizer: fill(stages, 1), "sample of the gradients"),
     ],
 )
 def test_replicas_that_differ_before_a_step_are_told(comm, change, named):

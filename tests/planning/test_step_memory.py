@@ -1,15 +1,17 @@
 """What a dry run foresees, against what trainings really allocate, and against counts made by hand."""
 
 import mmap
+import re
+import runpy
 import threading
 import tracemalloc
 
 import numpy as np
 import pytest
+from support.launch import ROOT
 from support.small_training import estimate
 
 from mpipipe import nn, optim, schedules
-from mpipipe.errors import ArgumentError
 from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
 from mpipipe.pipeline import Pipeline
@@ -203,14 +205,6 @@ def test_buffers_of_messages_are_as_many_as_are_posted_or_wait_for_a_backward():
     assert second.messages == 4 * message and message <= first.messages <= 4 * message
 
 
-def test_replicas_and_rings_divide_the_ranks():
-    found = estimate(TrainConfig(**SIZES, pipe=2, seq=2), GPT, 8)
-    assert (found.problem.ranks, found.problem.replicas, found.problem.seq) == (2, 2, 2)
-    assert found.plan.rows == 4
-    with pytest.raises(ArgumentError, match="the mesh does not fit the ranks"):
-        estimate(TrainConfig(**SIZES, pipe=3), GPT, 4)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("packing", ["none", "segments"])
 def test_a_rank_of_a_ring_takes_its_share_of_each_sequence(packing):
@@ -227,3 +221,36 @@ def test_the_start_takes_what_initial_values_are_drawn_into():
     assert min(rank.start for rank in ranks) > 0.9 * table
     first = ranks[0]
     assert first.total - first.process > first.parameters + first.gradients + 0.9 * table
+
+
+# -- the peak of resident memory, against that of a real training on two ranks
+
+JOB = """
+import atexit, runpy, sys
+from mpipipe.planning.memory import peak
+atexit.register(lambda: print("peak", peak(), file=sys.stderr))
+sys.argv = ["mpipipe", *{arguments}]
+runpy.run_module("mpipipe", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["darcy", "weather", pytest.param("unet", marks=pytest.mark.judges)])
+def test_a_training_takes_what_is_predicted_to_ten_percent(launch, tmp_path, name):
+    values = []
+    if name == "weather":
+        pytest.importorskip("h5py")
+        data = str(tmp_path / "weather.h5")
+        runpy.run_path(str(ROOT / "docs" / "tasks" / "weather.py"))["write"](data, members=16, days=4)
+        values = ["--set", f"data={data}", "--set", "members=16", "--set", "days=4"]
+    elif name == "unet":
+        pytest.importorskip("torch")
+    task = ["train", str(ROOT / "docs" / "tasks" / f"{name}.py"), *values, "--pipe", "2", "--batch", "16"]
+    trained = [*task, "--steps", "2", "--out", str(tmp_path / "run")]
+    job = launch(2, JOB.format(arguments=trained), timeout=240)
+    assert job.returncode == 0, job.stderr
+    peaks = [int(found) / 2**20 for found in re.findall(r"peak (\d+)", job.stderr)]
+    dry = launch(0, ["-m", "mpipipe", *task, "--dry-run", "--ranks", "2"], timeout=240)
+    assert dry.returncode == 0, dry.stderr
+    predicted = [float(total) for total in re.findall(r"^ +[01] .* (\d+\.\d)$", dry.stdout, re.MULTILINE)]
+    assert len(peaks) == 2 and sorted(predicted) == pytest.approx(sorted(peaks), rel=0.1)

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpipipe import schedules
-from mpipipe.errors import ArgumentError
 from mpipipe.schedules import Costs, lower_bound, simulate
 
 
@@ -42,27 +41,6 @@ def test_the_bound_is_reached_where_no_rank_waits(ranks):
         (schedules.zero_bubble_v(ranks, 4 * ranks), 6),
     ):
         assert lower_bound(schedule) == simulate(schedule).makespan == work * 4 * ranks + ranks - 1
-
-
-@pytest.mark.parametrize("ranks, microbatches", [(2, 4), (4, 8), (3, 7)])
-def test_forwards_that_are_run_again_count_as_work(ranks, microbatches):
-    """All forwards again, on the busiest rank of a schedule that has no other bubble than that before it."""
-    schedule = schedules.zero_bubble_h1(ranks, microbatches)
-    again = schedules.with_recompute(schedule)
-    assert lower_bound(again) == simulate(again).makespan == lower_bound(schedule) + microbatches
-    assert lower_bound(again, memory_limit=1) == lower_bound(again)
-
-
-@pytest.mark.parametrize(
-    "schedule, least",
-    [(schedules.one_f_one_b(2, 2), 1), (schedules.looped_bfs(2, 3, 2), 3), (schedules.v_min(2, 4), 2)],
-)
-@pytest.mark.parametrize("limit", [-1, 0, 0.5])
-def test_a_limit_that_no_schedule_keeps_is_refused_with_the_least_that_works(schedule, least, limit):
-    with pytest.raises(ArgumentError, match="memory limit") as caught:
-        lower_bound(schedule, memory_limit=limit)
-    assert f"at least {least}" in str(caught.value)
-    lower_bound(schedule, memory_limit=least)
 
 
 @pytest.mark.parametrize("schedule", [schedules.forward_only(3, 1, 5), schedules.forward_only(2, 3, 4)])

@@ -42,7 +42,7 @@ def test_what_was_written_is_read_back(schedule):
 
 
 @pytest.mark.parametrize(
-    "text, where",
+    "case",
     [
         ("", "the schedule is empty"),
         ("0F0,0B0\n\n1F0,1B0\n", "row 2 has no actions"),
@@ -55,10 +55,18 @@ def test_what_was_written_is_read_back(schedule):
         ("0F0,1B0\n1F0,0B0\n", "row 2: 1F0 is on another rank"),
         ("0F0,0B0\n2F0,2B0\n", "stage 1 has no actions"),
         ("99999999999999999999F0\n", "stage 0 has no actions"),
+        ("0F0.0,0F0.1,0B0.1,0B0", "row 1, column 4: no slice", "write 0B0.0"),
+        ("0F0,0B0\n1F0.0,1B0.1", "row 1, column 1: no slice", "write 0F0.0"),
+        ("0F0.,0B0.1", "row 1, column 1: not an action", "[.<slice>]"),
+        ("0F0.0.0", "row 1, column 1: not an action", "[.<slice>]"),
+        ("0F0.-1", "row 1, column 1: not an action", "[.<slice>]"),
+        ("0F0.1,1B0.0\n1F0.0,0B0.0", "row 2: 1F0.0 is on another rank", "in one row"),
+        ("0F0.99999999999999999999", "most actions of the schedule are missing", "at least 100000000000000000000"),
     ],
 )
-def test_a_bad_table_is_refused_with_row_and_column(text, where):
+def test_a_bad_table_is_refused_with_row_and_column(case):
+    text, *words = case
     with pytest.raises(ScheduleError) as refusal:
         from_csv(text)
-    assert where in str(refusal.value)
+    assert all(word in str(refusal.value) for word in words)
     assert refusal.value.expected

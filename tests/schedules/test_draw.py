@@ -4,12 +4,6 @@ from mpipipe import schedules
 from mpipipe.schedules import Costs, grid, timeline
 
 
-def test_rows_of_a_timeline_start_in_one_column():
-    lines = timeline(schedules.one_f_one_b(12, 2)).splitlines()
-    assert len(lines) == 12
-    assert lines[0].startswith("rank 0  F") and lines[11].startswith("rank 11 .")
-
-
 def test_a_long_timeline_shows_one_letter_per_unit_of_time():
     first, second = timeline(schedules.zero_bubble_h1(2, 20)).splitlines()
     assert first == "rank 0 FF." + "IWF" * 18 + "IWIW"
@@ -31,16 +25,6 @@ def test_recomputations_are_drawn():
     assert ">0R0<" in grid(schedule, mark=(0, 2))
     long = timeline(schedules.with_recompute(schedules.one_f_one_b(2, 50))).splitlines()
     assert set(long[0][7:]) <= set("FRB.") and "R" in long[1]
-
-
-def test_uneven_durations_never_cut_a_name():
-    text = timeline(schedules.gpipe(2, 3), Costs(1.1, 0.7, 0.9, 0.2))
-    for action in (action for order in schedules.gpipe(2, 3).orders for action in order):
-        assert str(action) in text
-
-
-def test_a_timeline_of_free_actions_is_empty():
-    assert timeline(schedules.gpipe(2, 1), Costs(0, 0, 0)).split() == ["rank", "0", "rank", "1"]
 
 
 def test_a_grid_has_a_row_per_rank_and_marks_cells():

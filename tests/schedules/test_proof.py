@@ -1,6 +1,5 @@
 """The proof: what passes runs, what does not run is refused with the cell marked."""
 
-import pickle
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
@@ -87,8 +86,28 @@ def test_a_lost_or_doubled_action_is_found(schedule, data):
             check(with_orders(schedule, lost))
 
 
+SLICED = [
+    ("0F0.1 0F0.0 0B0.1 0B0.0",
+     ">0F0.1<", "F of slice 1 before that of slice 0: F's rise within micro-batch 0",
+     0, 0, 0, 1, "0F0.0 earlier on this rank"),
+    ("0F0.0 0F0.1 0B0.0 0B0.1",
+     ">0B0.0<", "B of slice 0 before that of slice 1: backwards fall within micro-batch 0",
+     0, 0, 0, 0, "0B0.1 earlier on this rank"),
+    ("0F0.0 0F0.1 0F1.0 0F1.1 0I0.1 0I1.0 0W0.1 0B0.0 0B1.1 0W1.0",
+     ">0I1.0<", "backwards fall within micro-batch 1", 0, 0, 1, 0, "0I1.1 earlier"),
+    ("0F0.0 0B0.0 0F0.1 0B0.1", ">0B0.0<", "B of slice 0 before that of slice 1", 0, 0, 0, 0, "0B0.1 earlier"),
+    ("0F0.0 0F0.1 0B0.1", ">0B0.0?<", "0B0.0 is missing", 0, 0, 0, 0, "one F, and either"),
+    ("0F0.0 0F0.1 0B0.1 0B0.1", ">0B0.1<", "the input gradient comes twice", 0, 0, 0, 1, "one 0B0.1, or one 0I0.1"),
+    ("0F0.0 0F0.1 0R0.0 0B0.1 0B0.0 0R0.1", ">0R0.1<", "R after its backward", 0, 0, 0, 1, "between 0F0.1"),
+    ("0F0.0 0B0.1 0F0.1 0B0.0 | 1F0.0 1F0.1 1B0.1 1B0.0",
+     ">0B0.1<", "B before its forward", 0, 0, 0, 1, "0F0.1 earlier"),
+    ("0F0.0 0F0.1 0B0.1 0F1.0 0F1.1 0B0.0 0B1.1 0B1.0 | 1F0.0 1F0.1 1F1.0 1B0.1 1B0.0 1F1.1 1B1.1 1B1.0",
+     ">0B0.1<", "rank 0 at 0B0.1 waits for 1B0.1, later on rank 1", 0, 0, 0, 1, "no ranks wait for each other"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "rows, marked, reason, rank, stage, microbatch",
+    "case",
     [
         ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", ">0B0<", "deadlock", 0, 0, 0),
         ("0F0,0I0,0W0,0F1,0B1\n1F0,1F1,1I0,1W0,1B1", ">0I0<", "rank 0 at 0I0 waits for 1I0, later on rank 1", 0, 0, 0),
@@ -103,14 +122,21 @@ def test_a_lost_or_doubled_action_is_found(schedule, data):
         ("0F0,0B0\n1F0,1B0,1R0", ">1R0<", "R after its backward", 1, 1, 0),
         ("0F0,0F1\n1F0", ">1F1?<", "1F1 is missing", 1, 1, 1),
         ("1F0,0F0,0B0,1B0", ">1F0<", "rank 0 at 1F0 waits for 0F0, later on rank 0", 0, 1, 0),
+        *SLICED,
     ],
 )
-def test_the_error_marks_the_cell_and_says_what_is_wrong(rows, marked, reason, rank, stage, microbatch):
+def test_the_error_marks_the_cell_and_says_what_is_wrong(case):
+    """And, where sequences are cut, in which slice; the last word is of what was expected."""
+    text, marked, reason, rank, stage, microbatch, *of_slice = case
+    rows = text.replace(" | ", "\n").replace(" ", ",")
     with pytest.raises(ScheduleError) as refusal:
         check(from_csv(rows))
     error = refusal.value
     assert marked in str(error) and reason in str(error)
     assert (error.rank, error.stage, error.microbatch) == (rank, stage, microbatch)
+    if of_slice:
+        assert error.slice == of_slice[0] and of_slice[1] in str(error.expected)
+        assert f"micro-batch {microbatch}, slice {error.slice}: " in str(error)
     for line in rows.split("\n"):  # the whole grid is there
         assert all(cell in str(error) for cell in line.split(","))
 
@@ -159,6 +185,9 @@ def test_actions_that_no_rank_can_run_are_refused():
 def test_placements_that_make_no_pipeline_are_refused(placement, microbatches, orders):
     with pytest.raises(ScheduleError):
         check(Schedule("bad", placement, microbatches, orders))
+    for slices in (0, 1.5, "2"):
+        with pytest.raises(ScheduleError, match="whole number of slices"):
+            check(Schedule("bad", (0,), 1, [[Action(0, "F", 0)]], slices=slices))
 
 
 def test_of_a_large_schedule_the_surroundings_of_the_cell_are_shown():
@@ -171,11 +200,3 @@ def test_of_a_large_schedule_the_surroundings_of_the_cell_are_shown():
     text = str(refusal.value)
     assert ">20B30<" in text and "rank 20" in text and "shown: 16 of 32 ranks, 12 of 512 slots" in text
     assert max(len(line) for line in text.splitlines() if line.startswith("rank ") and ":" not in line) <= 120
-
-
-def test_the_proof_is_remembered_by_the_schedule_alone():
-    schedule = schedules.one_f_one_b(2, 2)
-    check(schedule)
-    assert pickle.loads(pickle.dumps(schedule)) == schedule
-    with pytest.raises(ScheduleError):
-        check(with_orders(schedule, schedule.orders[::-1]))

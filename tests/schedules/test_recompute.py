@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from support.random_schedules import runnable_schedules
 
 from mpipipe import schedules
-from mpipipe.errors import ArgumentError
 from mpipipe.schedules import Action, Costs, peak_memory, simulate, with_recompute
 
 
@@ -129,34 +128,3 @@ def test_as_few_forwards_run_again_as_a_limit_needs():
         if max(peak_memory(naively(schedule, chosen))) <= 2
     )
     assert len(found.recomputed) == next(fitting) > 0
-
-
-@pytest.mark.parametrize("limit", [0, -1, 3.9])
-def test_a_limit_that_cannot_be_kept_is_refused_with_the_least_one(limit):
-    schedule = schedules.zero_bubble_h1(4, 8)
-    with pytest.raises(ArgumentError) as caught:
-        with_recompute(schedule, memory_limit=limit)
-    assert repr(limit) in caught.value.found and "at least 4, which rank" in caught.value.expected
-    assert max(peak_memory(with_recompute(schedule, memory_limit=4))) == 4
-
-
-@pytest.mark.parametrize(
-    "options, what",
-    [
-        (dict(activation=-1), "activation"),
-        (dict(activation=[1, 2, 3]), "activation"),
-        (dict(kept_input=math.nan), "kept_input"),
-        (dict(activation=[4, 1], kept_input=2), "kept_input=2, activation=1"),
-        (dict(costs=Costs(forward=-1)), "forward"),
-    ],
-)
-def test_sizes_and_costs_that_do_not_fit_are_refused(options, what):
-    with pytest.raises(ArgumentError) as caught:
-        with_recompute(schedules.gpipe(2, 2), **options)
-    assert what in caught.value.found
-
-
-def test_a_large_schedule_is_a_matter_of_seconds():
-    schedule = schedules.interleaved_1f1b(16, 4, 32)
-    found = with_recompute(schedule, memory_limit=max(peak_memory(schedule)) / 2)
-    assert 0 < len(found.recomputed) < 64 * 32 / 2

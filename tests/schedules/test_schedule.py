@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from mpipipe import schedules
-from mpipipe.errors import ArgumentError, ScheduleError
+from mpipipe.errors import ScheduleError
 from mpipipe.schedules import (
     Action,
     Schedule,
@@ -17,13 +17,6 @@ from mpipipe.schedules import (
     with_recompute,
     with_skips,
 )
-
-
-def test_sizes_and_stages_follow_from_the_placement():
-    schedule = schedules.interleaved_1f1b(3, 2, 4)
-    assert (schedule.ranks, schedule.stages, schedule.chunks, schedule.microbatches) == (3, 6, 2, 4)
-    assert schedule.placement == (0, 1, 2, 0, 1, 2)
-    assert schedule.stages_of(1) == (1, 4)
 
 
 def test_a_schedule_cannot_change_even_if_made_of_lists():
@@ -63,24 +56,12 @@ def test_the_forward_only_part_keeps_the_order_of_the_forwards(schedule):
             assert order == tuple(a for a in whole if a.op == "F" and a.microbatch < microbatches)
 
 
-@pytest.mark.parametrize("microbatches", [0, 8, "2"])
-def test_a_part_larger_than_the_whole_is_refused(microbatches):
-    with pytest.raises(ArgumentError):
-        schedules.one_f_one_b(2, 7).forward_only_part(microbatches)
-
-
 # -- Skips: kept by what changes a schedule, part of what it is, and refused where they are wrong ----------------------
 
 
 PLAIN = one_f_one_b(4, 3)
 GIVEN = {"residual": (0, 3), "low": (0, 2), "again": (0, 2)}
 SCHEDULE = with_skips(PLAIN, GIVEN)
-
-
-def test_skips_are_sorted_by_name_whatever_the_order_of_the_dict():
-    assert SCHEDULE.skips == (Skip("again", 0, 2), Skip("low", 0, 2), Skip("residual", 0, 3))
-    assert with_skips(PLAIN, dict(reversed(GIVEN.items()))) == SCHEDULE
-    assert with_skips(with_skips(PLAIN, {"other": (1, 3)}), GIVEN) == SCHEDULE, "they stand in place of others"
 
 
 def test_skips_are_a_part_of_what_a_schedule_is():
@@ -98,12 +79,6 @@ def test_what_changes_the_actions_keeps_the_skips():
     for changed in (frozen, again, part):
         check(changed)
         assert changed.skips == SCHEDULE.skips
-
-
-def test_simulations_count_nothing_for_skips():
-    costs = schedules.Costs(transfer=0.5)
-    assert schedules.simulate(SCHEDULE, costs).spans == schedules.simulate(PLAIN, costs).spans
-    assert schedules.peak_memory(SCHEDULE, 2.0) == schedules.peak_memory(PLAIN, 2.0)
 
 
 @pytest.mark.parametrize(

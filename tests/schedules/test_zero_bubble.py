@@ -72,10 +72,3 @@ def test_other_costs_put_weight_gradients_elsewhere_and_are_never_slower_for_it(
     assert max(adapted.peak_activations) <= 8
     costs = Costs(1, 2, 0.5)
     assert simulate(build(4, 8, costs), costs).makespan < simulate(build(4, 8), costs).makespan
-
-
-@pytest.mark.parametrize("microbatches", [2, 4, 8])
-def test_the_unit_of_time_does_not_count(microbatches):
-    in_seconds = Costs(0.5, 0.5, [0.5] * 8)
-    for build in (schedules.zero_bubble_v, schedules.v_half, schedules.v_min):
-        assert build(4, microbatches, in_seconds).orders == build(4, microbatches).orders

@@ -15,7 +15,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.job import inprocess
 from mpipipe.job.group import group_of
 from mpipipe.tracing.recording import clock_offset
-from mpipipe.tracing.records import RankRecord, StepRecord, deliveries
+from mpipipe.tracing.records import deliveries
 from mpipipe.tracing.segments import PARTS
 
 STEPS, MICROBATCHES = 3, 4
@@ -140,16 +140,6 @@ def test_ranks_of_several_pipelines_that_are_no_replicas_are_refused():
         return pipeline.recorder, refusal.value.found
 
     assert inprocess.run(2, job) == [(None, "rank 0 of replica 0 is there 2 times")] * 2
-
-
-def test_a_trace_needs_every_rank_of_a_pipeline_once():
-    schedule = schedules.gpipe(2, 2)
-    step = StepRecord(0.0, 1.0, [], [], [], [])
-    for positions, found in (([0], "1 rank of 1 pipeline"), ([0, 0], "rank 0 of replica 0 is there 2 times")):
-        records = [RankRecord(n, position, 0, ((0, 0), (1, 0)), [step]) for n, position in enumerate(positions)]
-        with pytest.raises(ArgumentError) as refusal:
-            tracing.Trace(schedule, records)
-        assert refusal.value.found == found
 
 
 def test_what_is_written_is_read_by_other_tools(tmp_path):

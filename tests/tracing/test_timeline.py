@@ -68,13 +68,6 @@ def test_boxes_of_slices_have_micro_batch_and_slice(tmp_path):
     assert words.count("0.0") == 5  # the axis begins with it
 
 
-def test_boxes_without_room_have_no_number(tmp_path):
-    path = tmp_path / "timeline.svg"
-    tracing.draw_timeline(schedules.simulate(schedules.one_f_one_b(2, 150)), path)
-    assert len(boxes_of(path, FIRST["F"])) == len(boxes_of(path, FIRST["B"])) == 300
-    assert not [text for text in texts(path) if text.words == "149"]
-
-
 def test_recomputation_has_its_own_colour(tmp_path):
     found = schedules.simulate(schedules.with_recompute(schedules.gpipe(1, 3), memory_limit=1))
     path = tmp_path / "timeline.svg"
@@ -89,12 +82,6 @@ def test_more_actions_than_a_picture_shows_are_refused(tmp_path, monkeypatch):
     for draw in (tracing.draw_timeline, tracing.draw_memory):
         with pytest.raises(ArgumentError, match="more actions than a picture can show"):
             draw(found, tmp_path / "a.svg")
-
-
-def test_free_actions_leave_rows_empty(tmp_path):
-    path = tmp_path / "timeline.svg"
-    tracing.draw_timeline(schedules.simulate(schedules.gpipe(2, 1), Costs(0, 0, 0)), path)
-    assert not boxes_of(path, FIRST["F"])
 
 
 # -- Activations over time ---------------------------------------------------------------------------------------------
@@ -129,11 +116,6 @@ def test_the_profile_is_what_a_count_by_hand_gives(name):
         for time in (draw.uniform(0, found.makespan) for _ in range(40)):
             expected = held(found.spans[rank], time) if name != "forward_only" else 0
             assert counts[bisect_right(times, time) - 1] == expected
-
-
-def test_frozen_stages_hold_nothing():
-    found = schedules.simulate(schedules.with_frozen(schedules.gpipe(2, 2), {0}))
-    assert set(profile(found, 0)[1]) == {0} and max(profile(found, 1)[1]) == 2
 
 
 def test_an_activation_that_is_recomputed_is_held_from_then_on():

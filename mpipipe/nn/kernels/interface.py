@@ -15,10 +15,6 @@ import numpy as np
 
 from mpipipe.arrays import Array, DeviceArray
 
-# (start, stop, whether weight decay applies) in flat arrays.
-Range: TypeAlias = "tuple[int, int, bool]"
-
-
 # The mean of a loss, on a GPU an array without axes, and the gradient of the output.
 LossAndGradient: TypeAlias = "tuple[float | Array, Array]"
 
@@ -36,15 +32,14 @@ class AdamWNumbers(NamedTuple):
 
 
 class Update(NamedTuple):
-    """How an optimizer's kernel reads gradients, where weights decay, and what it writes besides.
+    """How an optimizer's kernel reads gradients, and what it writes besides parameters and state.
 
-    Gradients count `g_scale` times. `ranges` follow each other from 0 to the end; None: all decays.
-    `copy`, of the size of the parameters in any dtype, becomes the new parameters, rounded. On a
-    GPU `g_scale` may be there, () of float64. Where it is NaN, all arrays stay as they are.
+    Gradients count `g_scale` times. `copy`, of the size of the parameters in any dtype, becomes the
+    new parameters, rounded. On a GPU `g_scale` may be there, () of float64. Where it is NaN, all
+    arrays stay as they are.
     """
 
     g_scale: float | DeviceArray = 1.0
-    ranges: Sequence[Range] | None = None
     copy: Array | None = None
 
 

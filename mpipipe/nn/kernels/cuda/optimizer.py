@@ -35,8 +35,8 @@ def adamw(
     b1, b2, eps, rate, correction1, correction2, shrink = numbers
     step = rate / correction1
     root = 1 / math.sqrt(correction2)
-    common = (b1, 1 - b1, b2, 1 - b2, eps, step, root)
-    _update("adamw", (p, g, m, v), (*common, shrink), (*common, 1.0), update)
+    scalars = (b1, 1 - b1, b2, 1 - b2, eps, step, root, shrink)
+    _update("adamw", (p, g, m, v), scalars, update)
 
 
 def sgd(
@@ -50,23 +50,22 @@ def sgd(
 ) -> None:
     """Make one step of gradient descent, in place; u is None without momentum."""
     if u is None:
-        _update("sgd", (p, g), (decay, rate), (0.0, rate), update, words=2)
+        _update("sgd", (p, g), (decay, rate), update, words=2)
     else:
-        _update("sgd_momentum", (p, g, u), (momentum, decay, rate), (momentum, 0.0, rate), update)
+        _update("sgd_momentum", (p, g, u), (momentum, decay, rate), update)
 
 
 def _update(
     name: str,
     arguments: tuple[DeviceArray, ...],
-    decaying: tuple[float, ...],
-    plain: tuple[float, ...],
+    scalars: tuple[float, ...],
     update: Update,
     words: int = 1,
 ) -> None:
-    """Launch an update for each range, with the numbers for weights that decay or do not."""
+    """Launch an update of all elements."""
     p = arguments[0]
     check_alike(name.partition("_")[0], *arguments)
-    g_scale, ranges, copy = update
+    g_scale, copy = update
     if copy is not None:
         check_contiguous(name, copy)
         if copy.shape != p.shape:
@@ -77,18 +76,16 @@ def _update(
     if arrays.is_device(g_scale):
         factor = g_scale
         g_scale = 1.0
-    arrays_of_all = [*arguments]
+    stored = [*arguments]
+    absent = [None]
     if copy is not None:
-        arrays_of_all.append(copy)
-    dtypes = {"T": p.dtype, "H": arrays_of_all[-1].dtype}
-    for start, stop, decays in [(0, p.size, True)] if ranges is None else ranges:
-        parts = [array[start:stop] for array in arrays_of_all]
-        width = vector_width(*parts)
-        if copy is None:
-            parts.append(None)
-        scalars = map(p.dtype.type, (*(decaying if decays else plain), g_scale))
-        numbers = (*parts, factor, np.int64(stop - start), *scalars)
-        launch(OPTIMIZER, name, stop - start, numbers, words=words, V=width, **dtypes)
+        stored.append(copy)
+        absent = []
+    dtypes = {"T": p.dtype, "H": stored[-1].dtype}
+    width = vector_width(*stored)
+    scalars = (*scalars, g_scale)
+    numbers = (*stored, *absent, factor, np.int64(p.size), *map(p.dtype.type, scalars))
+    launch(OPTIMIZER, name, p.size, numbers, words=words, V=width, **dtypes)
 
 
 def sums_of_squares(

@@ -29,7 +29,7 @@ def adamw(
     step = rate / correction1
     root = 1 / math.sqrt(correction2)
 
-    def change(at: slice, part: HostArray, grad: HostArray, decays: bool) -> None:
+    def change(at: slice, part: HostArray, grad: HostArray) -> None:
         first = m[at]
         second = v[at]
         work = grad * (1 - b1)
@@ -44,7 +44,7 @@ def adamw(
         work += eps
         np.divide(first, work, out=work)
         work *= step
-        if decays and shrink != 1:
+        if shrink != 1:
             part *= shrink
         part -= work
 
@@ -62,9 +62,9 @@ def sgd(
 ) -> None:
     """Make one step of gradient descent, in place; u is None without momentum."""
 
-    def change(at: slice, part: HostArray, grad: HostArray, decays: bool) -> None:
+    def change(at: slice, part: HostArray, grad: HostArray) -> None:
         added = grad
-        if decays and decay:
+        if decay:
             added = grad + part * decay
         if u is not None:
             moving = u[at]
@@ -77,28 +77,23 @@ def sgd(
 
 
 def _update(
-    change: Callable[[slice, HostArray, HostArray, bool], None],
+    change: Callable[[slice, HostArray, HostArray], None],
     p: HostArray,
     g: HostArray,
     update: Update,
 ) -> None:
-    """Call change(piece, parameters, scaled gradients, decays) for pieces within ranges."""
+    """Call change(piece, parameters, scaled gradients) for pieces."""
 
-    def work(piece: tuple[slice, bool]) -> None:
-        at, decays = piece
+    def work(at: slice) -> None:
         gradients = g[at]
         if update.g_scale != 1:
             gradients = gradients * update.g_scale
-        change(at, p[at], gradients, decays)
+        change(at, p[at], gradients)
         if update.copy is not None:
             with np.errstate(over="ignore", invalid="ignore"):
                 update.copy[at] = p[at]
 
-    pieces = []
-    for start, stop, decays in [(0, p.size, True)] if update.ranges is None else update.ranges:
-        for at in blocks(stop - start):
-            pieces.append((slice(start + at.start, start + at.stop), decays))
-    each(work, pieces)
+    each(work, blocks(p.size))
 
 
 # -- Sums ------------------------------------------------------------------------------------------
