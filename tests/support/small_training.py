@@ -42,9 +42,10 @@ def estimate(config, architecture, ranks):
     return estimate_task(make, ranks)
 
 
-def metrics(config):
-    """What is in metrics.jsonl, a dict for each line."""
-    return [json.loads(line) for line in Path(config.out, "metrics.jsonl").read_text().splitlines()]
+def metrics(run):
+    """What is in metrics.jsonl of a configuration or a folder, a dict for each line."""
+    path = Path(getattr(run, "out", run), "metrics.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def records(config):
