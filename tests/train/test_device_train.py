@@ -132,18 +132,13 @@ def test_weights_trained_on_the_gpu_load_on_the_host_and_back(gpu, comm, config,
     train(chosen, GPT, comm)
     found = open_model(chosen.out)
     assert found.dtype == "float32"
-    host, device, other = (
-        nn.Stage(found.model.build(Local()), dtype=kind, seed=seed, device=place)
-        for seed, (place, kind) in enumerate((("cpu", "float32"), ("cuda", dtype), ("cpu", dtype)))
-    )
-    for stage in (host, device, other):
+    loaded = []
+    for seed, (place, kind) in enumerate((("cpu", "float32"), ("cuda", dtype), ("cpu", dtype))):
+        stage = nn.Stage(found.model.build(Local()), dtype=kind, seed=seed, device=place)
         load_weights(chosen.out, [stage])
-    there = {name: arrays.download(array) for name, array in device.parameters.items()}
-    assert list(there) == list(host.parameters)
-    for name, values in there.items():
-        np.testing.assert_array_equal(values, host.parameters[name])
-        np.testing.assert_array_equal(values, other.parameters[name])
-    assert len({float(np.abs(values).sum()) for values in there.values()}) > 2
+        loaded.append({name: arrays.download(array) for name, array in stage.parameters.items()})
+    np.testing.assert_equal(loaded[1:], loaded[:1] * 2)
+    assert len({float(np.abs(values).sum()) for values in loaded[0].values()}) > 2
 
 
 @pytest.mark.long

@@ -224,7 +224,7 @@ def test_a_model_with_windows_and_a_scaling_goes_on_and_no_other_model_does(comm
     """Its checkpoint holds lists and mappings where the model has tuples and objects."""
     architecture = partial(GPT, windows=(3, None), rope_scaling=nn.YarnScaling(4.0, 16), norm="layer")
     cut_short(config(), comm, 3, architecture)
-    for field, value in (("norm", "rms"), ("windows", ()), ("rope_scaling", nn.LinearScaling(2.0))):
+    for field, value in (("norm", "rms"), ("windows", (5, None)), ("rope_scaling", nn.LinearScaling(2.0))):
         with pytest.raises(ConfigError, match="another configuration") as caught:
             train(config(resume="auto"), partial(architecture, **{field: value}), comm)
         assert f"{field} = " in caught.value.found

@@ -22,9 +22,9 @@ def before(owner, function):
 from mpipipe.cli import main
 main()
 """
+MPI_IS_MADE = "from mpipipe.job import runtime; before(runtime, 'mpi')"
 PLACES = {
     "the command line is read": ("import mpipipe.cli.command_line as here; before(here, 'run')", 75),
-    "MPI is made": ("from mpipipe.job import runtime; before(runtime, 'mpi')", 75),
     "the data are found": ("from mpipipe.language import task; before(task, 'find_data')", 75),
     "the last step": (
         "from mpipipe.train.trainer import Trainer\n"
@@ -33,7 +33,6 @@ PLACES = {
         0,
     ),
     "the model is left": ("from mpipipe.language import task; before(task.TextTask, 'save')", 0),
-    "the ranks end together": ("from mpipipe.job import exit as abort; before(abort, 'leave_together')", 0),
     "the interpreter ends": ("import atexit; atexit.register(send)", 0),
 }
 
@@ -51,8 +50,6 @@ def test_a_signal_just_before(launch, tmp_path, place):
     else:
         said = f"mpipipe: {name} on rank {rank}: left before step 1 of 3; there is nothing to save\n"
         assert said in job.stdout and checkpoint.newest(tmp_path / "run") is None
-        again = launch(2, ["-m", "mpipipe", *words, "--resume", "auto"])
-        assert again.returncode == 0, again.stderr
 
 
 @pytest.mark.long
@@ -63,7 +60,7 @@ def test_a_signal_that_is_not_among_those_configured_ends_the_job(launch, tmp_pa
     more = ["--preempt-signals", "USR1"] if given == "option" else ["--config", str(tmp_path / "job.toml")]
     words = [*TRAIN[2:], *more, "--out", str(tmp_path / "run")]
     for name, dies in (("SIGUSR2", True), ("SIGUSR1", given == "file")):  # of those, only USR2 and TERM are held early
-        job = launch(2, AT.format(words=words, rank="1", name=name, place=PLACES["MPI is made"][0], times=1))
+        job = launch(2, AT.format(words=words, rank="1", name=name, place=MPI_IS_MADE, times=1))
         assert (job.returncode not in (0, 75)) == dies, (name, job.stderr)
         assert ("left before step 1" in job.stdout) != dies
 

@@ -83,11 +83,10 @@ def test_loss_curves_of_all_cuts_agree_to_rounding(comm, config, tied, steps):
         close_curves(other, curves[0], lr=chosen.lr)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("sgd", marks=pytest.mark.long)])
-def test_the_same_seed_gives_the_same_bits_and_another_seed_does_not(comm, config, optimizer):
+def test_the_same_seed_gives_the_same_bits_and_another_seed_does_not(comm, config):
     losses = []
     for name, seed in (("a", 3), ("b", 3), ("c", 4)):
-        chosen = config(name, seed=seed, dropout=0.1, optimizer=optimizer)
+        chosen = config(name, seed=seed, dropout=0.1)
         train(chosen, GPT, comm)
         losses.append([entry["loss"] for entry in metrics(chosen)[1:]])
     assert losses[0] == losses[1] != losses[2]
@@ -185,35 +184,22 @@ def test_ranks_without_the_data_of_rank_0_are_told(comm, config, monkeypatch, mp
 
 
 def test_ranks_but_the_first_look_at_few_files_however_many_there_are(comm, config, monkeypatch, mpi_tmp_path):
-    looks = []
-    for count in (100, 400):
-        folder = mpi_tmp_path / str(count)
-        if comm.rank == 0:
-            folder.mkdir()
-            for number in range(count):
-                (folder / f"{number:04}.txt").write_text(f"{number} " * 40)
-        chosen = config(f"run-{count}", data=[str(folder)], pipe=comm.size, steps=1, eval_batches=1, batch=4)
-        names = []
-        with monkeypatch.context() as patch:
-            for name in ("stat", "open", "scandir"):
-                patch.setattr(os, name, _noting(names, folder, getattr(os, name)))
-            train(chosen, GPT, comm)
-        looks.append(len(names))
-    if comm.rank > 0:
-        assert max(looks) <= 2 * (16 + 2 * 2 * 4), (
-            "a glance, and the windows of two batches; each is a stat and an open"
-        )
-    else:
-        assert looks[1] > 4 * 300, "what is counted is what a look takes"
+    folder, names = mpi_tmp_path / "texts", []
+    if comm.rank == 0:
+        folder.mkdir()
+        for number in range(400):
+            (folder / f"{number:04}.txt").write_text(f"{number} " * 40)
 
-
-def _noting(names, folder, call):
-    def noted(path, *arguments, **options):
+    def noting(path, *arguments, call, **options):
         if str(path).startswith(str(folder)):
             names.append(path)
         return call(path, *arguments, **options)
 
-    return noted
+    for name in ("stat", "open", "scandir"):
+        monkeypatch.setattr(os, name, partial(noting, call=getattr(os, name)))
+    train(config(data=[str(folder)], pipe=comm.size, steps=1, eval_batches=1, batch=4), GPT, comm)
+    # a glance, and the windows of two batches; each is a stat and an open
+    assert len(names) > 4 * 300 if comm.rank == 0 else len(names) <= 2 * (16 + 2 * 2 * 4)
 
 
 @pytest.mark.mpi(min_size=2)
