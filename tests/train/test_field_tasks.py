@@ -1,10 +1,10 @@
 """The tasks of docs/tasks: the same numbers on any mesh, and models that learn what they are to learn."""
 
-import json
 import runpy
 
 import pytest
 from support.launch import ROOT
+from support.small_training import metrics
 
 from mpipipe.errors import DataError
 from mpipipe.job import inprocess
@@ -45,11 +45,7 @@ def train_on(comm, name, out, values, **keys):
 
 def trained(name, ranks, out, values, **keys):
     inprocess.run(ranks, lambda comm: train_on(comm, name, out, values, **keys))
-    return records(out)
-
-
-def records(out):
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return metrics(out)
 
 
 def numbers(found):

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.small_training import records
+from support.small_training import config_in, records
 from support.text_plan import text_plan
 
 from mpipipe import checkpoint, schedules
@@ -15,18 +15,13 @@ from mpipipe.train import TrainConfig, train
 from mpipipe.train.config import toml_line
 
 RANKS, CHUNKS, MICROBATCHES = 2, 2, 3
-SMALL = dict(
-    dim=8, layers=4, heads=2, hidden=16, seq_len=8, batch=6, steps=4, warmup=1, eval_every=2, eval_batches=1,
-    log_every=1, sample_bytes=0, device="cpu", save_every=2, pipe=RANKS, chunks=CHUNKS,
-)  # fmt: skip
+SMALL = dict(layers=4, batch=6, steps=4, eval_every=2, save_every=2, pipe=RANKS, chunks=CHUNKS, microbatches=None)
 
 
 @pytest.fixture
 def config(tmp_path):
-    """config(**keys): a small training on two ranks with two stages each, in a folder of its own."""
-    (tmp_path / "text.txt").write_text("one two three four\n" * 400)
-    keys = {**SMALL, "data": [str(tmp_path / "text.txt")]}
-    return lambda **more: TrainConfig(**{**keys, "out": str(tmp_path / "run"), **more})
+    """config(name, **keys): a small training on two ranks with two stages each."""
+    return config_in(tmp_path, **SMALL)
 
 
 @pytest.fixture
@@ -42,8 +37,8 @@ def run(config):
     return inprocess.run(RANKS, lambda comm: train(config, GPT, comm))
 
 
-def test_an_order_trains_to_the_same_bits_as_a_schedule_with_a_name(config, order, tmp_path, capsys):
-    by_name = config(schedule="zero_bubble_v", microbatches=MICROBATCHES, out=str(tmp_path / "named"))
+def test_an_order_trains_to_the_same_bits_as_a_schedule_with_a_name(config, order, capsys):
+    by_name = config("named", schedule="zero_bubble_v", microbatches=MICROBATCHES)
     of_file = config(schedule=str(order))
     run(by_name)
     capsys.readouterr()
@@ -75,10 +70,8 @@ def test_the_plan_takes_the_placement_and_the_microbatches_of_the_order():
     table = schedules.v_half(RANKS, MICROBATCHES).to_csv()
     made = plan(table).schedule
     assert (made.placement, made.microbatches, made.to_csv()) == ((0, 1, 1, 0), MICROBATCHES, table)
-    assert (
-        made.name.startswith("order ")
-        and made.name != plan(schedules.v_min(RANKS, MICROBATCHES).to_csv()).schedule.name
-    )
+    other = plan(schedules.v_min(RANKS, MICROBATCHES).to_csv()).schedule
+    assert made.name.startswith("order ") and made.name != other.name
 
 
 @pytest.mark.parametrize(

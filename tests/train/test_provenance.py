@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support.small_training import records
+from support.small_training import config_in, records
 
 from mpipipe.errors import ConfigError
 from mpipipe.job import inprocess
@@ -15,43 +15,29 @@ from mpipipe.language.models import GPT
 from mpipipe.train import Task, TrainConfig, output_folder, train
 from mpipipe.train.config import read_keys
 
-SMALL = dict(
-    dim=8, layers=2, heads=1, seq_len=8, batch=4, steps=4, warmup=2, log_every=1, eval_every=2, eval_batches=1,
-    sample_bytes=0,
-)  # fmt: skip
-
-
-@pytest.fixture
-def text(tmp_path):
-    words = np.random.default_rng(0).choice(["one ", "two ", "three "], 400)
-    (tmp_path / "text.txt").write_text("".join(words))
-    return tmp_path / "text.txt"
-
 
 def trained(ranks, config):
     inprocess.run(ranks, lambda comm: train(config, GPT, comm))
     return records(config)
 
 
-def test_the_saved_configuration_gives_bit_equal_metrics(text, tmp_path, monkeypatch):
+def test_the_saved_configuration_gives_bit_equal_metrics(tmp_path, monkeypatch):
     """From another working folder, with all that was left open."""
     monkeypatch.chdir(tmp_path)
-    chosen = TrainConfig(**SMALL, data=[text.name], out="first", seed=3, lr=0.1 + 0.2, dropout=0.25)
-    first = trained(2, chosen)
+    small = dict(data=["text.txt"], out="first", steps=4, device="auto", microbatches=None)
+    first = trained(2, config_in(tmp_path)(**small, seed=3, lr=0.1 + 0.2, dropout=0.25))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     again = TrainConfig.load("../first/config.toml", out="second")
     assert trained(2, again) == first and len(first) == 5
-    assert (again.device, again.pipe, again.microbatches, again.vocab) == ("cpu", 2, 4, 256)
-    assert again.data == (str(text),)
+    assert (again.device, again.pipe, again.microbatches, again.vocab) == ("cpu", 2, 8, 256)
+    assert again.data == (str(tmp_path / "text.txt"),)
     assert read_keys(Path("second/config.toml")) == read_keys(tmp_path / "first/config.toml")
 
 
-def test_the_folder_says_where_it_was_trained_what_was_shown_and_has_the_metrics_that_were_asked_for(
-    text, tmp_path, capfd
-):
+def test_the_folder_says_where_it_was_trained_what_was_shown_and_has_the_metrics_that_were_asked_for(tmp_path, capfd):
     pytest.importorskip("tensorboardX")
-    config = TrainConfig(**SMALL, data=[str(text)], out=str(tmp_path / "out"), device="cpu", tensorboard=True)
+    config = config_in(tmp_path)("out", steps=4, tensorboard=True)
     trained(2, config)
     environment = json.loads((tmp_path / "out/environment.json").read_text())
     assert environment["ranks"] == 2 and environment["packages"]["numpy"] == np.__version__

@@ -110,17 +110,11 @@ def test_a_loss_that_is_no_mean_over_positions_is_refused(tmp_path):
         value, gradient = nn.mean_squared_error(output, target)
         return value * output[0].size, gradient * output[0].size
 
-    task = Causal()
+    task, keys = Causal(), dict(steps=1, batch=4, microbatches=1, device="cpu")
     task.loss = by_rows
-
-    def attempt(slices):
-        out = str(tmp_path / str(slices))
-        config = TaskConfig(steps=1, batch=4, microbatches=1, device="cpu", slices=slices, out=out)
-        inprocess.run(1, lambda comm: run(task, config, comm))
-
-    attempt(1)
+    inprocess.run(1, lambda comm: run(task, TaskConfig(**keys, out=str(tmp_path / "whole")), comm))
     with pytest.raises(MpipipeError, match="no mean over the positions"):
-        attempt(2)
+        inprocess.run(1, lambda comm: run(task, TaskConfig(**keys, slices=2, out=str(tmp_path / "sliced")), comm))
 
 
 def test_more_slices_than_positions_are_refused_before_anything_is_written(config, tmp_path):

@@ -1,6 +1,5 @@
 """A task that knows no text is trained, planned, saved and resumed as text is."""
 
-import json
 import re
 import threading
 import time
@@ -12,12 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from support.small_training import metrics
 
 from mpipipe import Branches, attention, nn, optim
 from mpipipe.errors import ArgumentError, ConfigError, DataError, MismatchError, MpipipeError
 from mpipipe.exchange import HaloConv
 from mpipipe.job import inprocess
-from mpipipe.train import Shard, Task, TaskConfig, check_task, estimate_task, run
+from mpipipe.train import Task, TaskConfig, check_task, estimate_task, run
 
 POINTS, WIDTH = 5, 8  # of which a rank of two has 3, and the other 2
 SEEDS = count()
@@ -75,8 +75,7 @@ def trained(ranks, config, task=Field):
 
 
 def losses(out):
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [[record[name] for name in ("loss", "validation", "mse") if name in record] for record in records]
+    return [[record[name] for name in ("loss", "validation", "mse") if name in record] for record in metrics(out)]
 
 
 @pytest.fixture(scope="module")
@@ -214,8 +213,7 @@ def test_a_validation_counts_its_batches_by_the_weights_of_the_loss(tmp_path):
             return totals / tokens, np.zeros_like(output), tokens
 
     trained(2, replace(EXACT, steps=2, eval_batches=2, out=str(tmp_path / "run")), Tokens)
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(lines[-1])["validation"] == pytest.approx(9.2)
+    assert metrics(tmp_path / "run")[-1]["validation"] == pytest.approx(9.2)
 
 
 # -- mistakes of a user's: one error on all ranks, before anything is written ------------------------------------------
@@ -500,38 +498,6 @@ def test_rates_that_differ_between_ranks_are_refused_at_the_first_record(tmp_pat
 
     with pytest.raises(MismatchError, match=r"step 1 of 6(.|\n)*different learning rates(.|\n)*rate_at"):
         trained(2, replace(EXACT, pipe=1, out=str(tmp_path / "run")), Rated)
-
-
-# -- the share of a rank -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-@pytest.mark.parametrize("axis", [1, -1, 2])
-def test_parts_positions_and_the_whole_fit_together(layout, axis):
-    field = np.random.default_rng(0).normal(size=(2, 9, 9))
-
-    def work(comm):
-        shard = Shard(comm, layout)
-        part = shard.part(field, axis)
-        np.testing.assert_array_equal(part, np.take(field, shard.positions(9), axis))
-        np.testing.assert_array_equal(shard.whole(part, axis), field)
-        with pytest.raises(ConfigError, match="no part"):
-            shard.divide(comm.size - 1)
-        return True
-
-    assert all(inprocess.run(3, work))
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-def test_on_paper_attention_is_at_the_positions_of_a_rank(layout):
-    def work(comm):
-        shard = Shard(comm, layout, size=4)
-        attend, own = shard.attend(9), shard.positions(9)
-        np.testing.assert_array_equal(attend.positions(len(own)), own)
-        stage = nn.Stage([nn.SelfAttention(8, 2, attend=attend, coordinates=np.zeros((9, 2)))])
-        return stage.forward(np.ones((1, len(own), 8), np.float32))[0].shape[1] == len(own)
-
-    assert inprocess.run(1, work) == [True]
 
 
 class Trees(Field):
