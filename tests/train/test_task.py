@@ -522,12 +522,12 @@ def test_memory_on_paper_counts_trees_and_the_next_batch(monkeypatch):
 
 
 class Lead(Field):
-    """Fields move by a lead time, which the norms of two stages know; the input of the first layer is joined later."""
+    """Fields move by a lead time, which the norms of two stages know; what is kept is taken in its entry and later."""
 
     def layers(self, shard):
         return [
             lambda: nn.Linear(1, WIDTH),
-            nn.Keep("arm"),
+            nn.Sequential([nn.Keep("arm"), nn.Linear(WIDTH, WIDTH), nn.Join("arm", None)]),
             nn.Residual(nn.Recompute(nn.Sequential([nn.AdaptiveNorm(WIDTH, 2, "lead"), nn.Linear(WIDTH, WIDTH)]))),
             nn.AdaptiveNorm(WIDTH, 2, "lead"),
             nn.Join("arm"),
@@ -547,12 +547,17 @@ class Lacking(Lead):
 
 
 @pytest.mark.long
-def test_side_inputs_and_skips_are_trained_planned_and_counted_on_any_mesh(hasty, tmp_path):
+def test_side_inputs_and_skips_are_trained_on_any_mesh(tmp_path):
     trained(1, replace(EXACT, out=str(tmp_path / "alone")), Lead)
     for number, (ranks, keys) in enumerate([(2, {}), (4, {"pipe": 2, "chunks": 2, "schedule": "interleaved_1f1b"})]):
         trained(ranks, replace(EXACT, **keys, out=str(tmp_path / f"{number}")), Lead)
         for found, expected in zip(losses(tmp_path / f"{number}"), losses(tmp_path / "alone")):
             assert found == pytest.approx(expected, rel=1e-10)
+
+
+def test_side_inputs_and_skips_are_checked_planned_and_counted(hasty, tmp_path):
+    lines, right = inprocess.run(1, lambda comm: check_task(Lead(), 0, comm))[0]
+    assert right, lines
     trained(2, TaskConfig(**KEYS, plan="auto", out=str(tmp_path / "planned")), Lead)
     ranks = estimate_task(lambda comm: (EXACT, Lead()), 2).ranks
     assert all(rank.activations > 0 and rank.messages > 0 for rank in ranks)
@@ -562,15 +567,6 @@ def test_inputs_that_lack_a_name_are_one_error_on_all_ranks(tmp_path):
     with pytest.raises(MpipipeError, match=r"the inputs lack lead"):
         trained(2, replace(EXACT, out=str(tmp_path / "run")), Lacking)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-class Nested(Lead):
-    """What an entry gives is taken in it, and by a later one."""
-
-    def layers(self, shard):
-        first, *middle, last = super().layers(shard)
-        within = [middle[0], nn.Linear(WIDTH, WIDTH), nn.Join("arm", None)]
-        return [first, nn.Sequential(within), *middle[1:], last]
 
 
 class Halving(Lead):
@@ -590,12 +586,6 @@ class Halving(Lead):
 def test_check_knows_lower_precision_and_names_of_outputs():
     lines, right = inprocess.run(1, lambda comm: check_task(Halving(), 0, comm))[0]
     assert right and re.match(r"loss: right to \de-0[3-6]", lines[-1]), lines
-
-
-def test_a_name_that_is_taken_in_the_entry_that_gives_it_and_later_is_checked_and_planned(hasty, tmp_path):
-    lines, right = inprocess.run(1, lambda comm: check_task(Nested(), 0, comm))[0]
-    assert right, lines
-    trained(2, TaskConfig(**KEYS, plan="auto", out=str(tmp_path / "planned")), Nested)
 
 
 class Mixed(nn.Gelu):

@@ -183,25 +183,6 @@ def test_ranks_without_the_data_of_rank_0_are_told(comm, config, monkeypatch, mp
     assert not Path(chosen.out).exists()
 
 
-def test_ranks_but_the_first_look_at_few_files_however_many_there_are(comm, config, monkeypatch, mpi_tmp_path):
-    folder, names = mpi_tmp_path / "texts", []
-    if comm.rank == 0:
-        folder.mkdir()
-        for number in range(400):
-            (folder / f"{number:04}.txt").write_text(f"{number} " * 40)
-
-    def noting(path, *arguments, call, **options):
-        if str(path).startswith(str(folder)):
-            names.append(path)
-        return call(path, *arguments, **options)
-
-    for name in ("stat", "open", "scandir"):
-        monkeypatch.setattr(os, name, partial(noting, call=getattr(os, name)))
-    train(config(data=[str(folder)], pipe=comm.size, steps=1, eval_batches=1, batch=4), GPT, comm)
-    # a glance, and the windows of two batches; each is a stat and an open
-    assert len(names) > 4 * 300 if comm.rank == 0 else len(names) <= 2 * (16 + 2 * 2 * 4)
-
-
 @pytest.mark.mpi(min_size=2)
 def test_ranks_with_other_contents_of_the_same_name_and_size_are_told(comm, config, mpi_tmp_path):
     own = mpi_tmp_path / str(comm.rank)
