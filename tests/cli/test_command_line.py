@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 import pytest
-from support.command_line import invoke
 
 from mpipipe.cli.command_line import ALL, Command, parser_of
 from mpipipe.cli.flags import Operand, parameters_of
@@ -125,15 +124,6 @@ def test_the_flags_of_a_training_are_listed_under_headings():
         assert next(line for line in reversed(lines[:place]) if line in headings) == heading
 
 
-@pytest.mark.parametrize(
-    ("words", "near"),
-    [(["trian"], "train"), (["bench", "atention"], "attention"), (["train", "--seq_len", "1"], "--seq-len")],
-)
-def test_what_may_have_been_meant_is_said(words, near):
-    ended = invoke(*words)
-    assert ended.code == 2 and f"did you mean: {near}" in ended.report
-
-
 @pytest.mark.parametrize("words", ["--help", "simulate --schedule gpipe"])
 def test_a_reader_that_leaves_is_no_error(words):
     reader, writer = os.pipe()
@@ -147,11 +137,6 @@ def test_a_reader_that_leaves_is_no_error(words):
     assert done.returncode in (128 + signal.SIGPIPE, 0)  # 0: argparse passes over it where Python does not buffer
 
 
-def test_a_name_of_several_commands_lists_them():
-    ended = invoke("draw")
-    assert ended.code == 2 and all(name in ended.report for name in ("timeline", "memory"))
-
-
 RANKS = """
 import sys
 from mpipipe.job import runtime
@@ -162,26 +147,15 @@ main()
 """
 
 
-def _script(folder: Path, other: str) -> str:
-    path = folder / "ranks.py"
-    path.write_text(RANKS.format(other=other))
-    return str(path)
-
-
-def test_one_rank_reads_for_all(launch, tmp_path):
-    job = launch(2, [_script(tmp_path, "sys.argv[1:]"), *["train", "--help"]])
-    assert job.returncode == 0, job.stderr
-    assert job.stdout.count("usage: ") == 1
-
-
-def test_a_rank_with_other_arguments_reads_its_own(launch, tmp_path):
+def test_one_rank_reads_for_all_but_one_with_other_arguments_reads_its_own(launch, tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.py").write_text(f"print('script {name}', flush=True)")
-    job = launch(2, [_script(tmp_path, f"['run', {str(tmp_path / 'b.py')!r}]"), *["run", str(tmp_path / "a.py")]])
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS.format(other="sys.argv[1:]"))
+    job = launch(2, [script, "train", "--help"])
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("usage: ") == 1
+    script.write_text(RANKS.format(other=["run", str(tmp_path / "b.py")]))
+    job = launch(2, [script, "run", str(tmp_path / "a.py")])
     assert job.returncode == 0, job.stderr
     assert sorted(job.stdout.splitlines()) == ["script a", "script b"]
-
-
-def test_a_level_of_messages_can_be_chosen():
-    ended = invoke("simulate", "--schedule", "gpipe", "--log-level", "loud")
-    assert ended.code == 2 and "--log-level" in ended.report
