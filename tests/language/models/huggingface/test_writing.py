@@ -111,15 +111,6 @@ def test_a_conversion_that_is_cut_short_leaves_nothing(tmp_path, monkeypatch, br
     assert sorted(os.listdir(tmp_path)) == ["ours", "source"]
 
 
-def test_a_folder_with_files_is_not_written_over(tmp_path):
-    hand_made(tmp_path / "source", "llama")
-    (tmp_path / "target").mkdir()
-    (tmp_path / "target" / "mine").write_text("")
-    with pytest.raises(ArgumentError, match="the folder for the model is not empty"):
-        convert(tmp_path / "source", tmp_path / "target")
-    assert os.listdir(tmp_path / "target") == ["mine"]
-
-
 def test_a_checkpoint_is_converted(comm, mpi_tmp_path):
     with Mesh(comm, pipe=comm.size) as mesh:
         stages, optimizer = saved_model.trained(mesh)
@@ -139,10 +130,15 @@ def test_a_checkpoint_is_converted(comm, mpi_tmp_path):
         assert "lm_head.weight" not in written
 
 
-def test_what_is_not_converted_is_refused(tmp_path):
+def test_what_is_not_converted_is_refused_and_no_folder_with_files_is_written_over(tmp_path):
     hand_made(tmp_path / "source", "llama")
     with pytest.raises(ConfigError, match="dtype of a folder of Hugging Face"):
         convert(tmp_path / "source", tmp_path / "target", "int8")
     with pytest.raises(ArgumentError, match="no model is here"):
         convert(tmp_path / "nothing", tmp_path / "target")
     assert sorted(os.listdir(tmp_path)) == ["source"]
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "mine").write_text("")
+    with pytest.raises(ArgumentError, match="the folder for the model is not empty"):
+        convert(tmp_path / "source", tmp_path / "target")
+    assert os.listdir(tmp_path / "target") == ["mine"]
