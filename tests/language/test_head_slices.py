@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import huggingface_reference as theirs
-from support.small_training import config_in, records
+from support.small_training import config_fixture, records
 
 from mpipipe import Mesh, nn
 from mpipipe.attention import Local
@@ -19,11 +19,7 @@ from mpipipe.train import TrainConfig, train
 pytestmark = pytest.mark.few
 
 
-@pytest.fixture
-def config(comm, mpi_tmp_path):
-    if comm is None:
-        return None
-    return config_in(mpi_tmp_path, comm, steps=4, eval_every=2, dtype="float64", pipe=comm.size)
+config = config_fixture(in_pipe=True, steps=4, eval_every=2, dtype="float64")
 
 
 def close_records(found, expected):

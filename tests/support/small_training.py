@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from mpipipe.language import TextTask
 from mpipipe.language.models import GPT
@@ -30,6 +31,18 @@ def config_in(folder, comm=None, **always):
         return TrainConfig(**{**small, **keys})
 
     return make
+
+
+def config_fixture(in_pipe=False, **always):
+    """A fixture: config_in for a small training of all ranks of a test, in one pipeline if so asked."""
+
+    @pytest.fixture
+    def config(comm, mpi_tmp_path):
+        if comm is None:
+            return None
+        return config_in(mpi_tmp_path, comm, **always, **({"pipe": comm.size} if in_pipe else {}))
+
+    return config
 
 
 def estimate(config, architecture, ranks):

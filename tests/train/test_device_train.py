@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gpu_emulator.fixture import own_gpus
 from support.saved_model import load_weights
-from support.small_training import MODEL, config_in, metrics
+from support.small_training import MODEL, config_fixture, metrics
 from support.tolerance import close, close_norm
 from support.training_tolerance import curve, path, roundings
 
@@ -20,12 +20,7 @@ from mpipipe.language.models.model_folder import open_model
 from mpipipe.train import train
 from mpipipe.train.trainer import Trainer
 
-
-@pytest.fixture
-def config(comm, mpi_tmp_path):
-    if comm is None:
-        return None
-    return config_in(mpi_tmp_path, comm, steps=5, eval_every=5, device="auto")
+config = config_fixture(steps=5, eval_every=5, device="auto")
 
 
 def curve_of(config, comm):

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.small_training import config_in
+from support.small_training import config_fixture
 
 from mpipipe import files
 from mpipipe.checkpoint import owner
@@ -27,9 +27,7 @@ def own_folder(comm, mpi_tmp_path, monkeypatch):
     return folder
 
 
-@pytest.fixture
-def config(comm, mpi_tmp_path):
-    return config_in(mpi_tmp_path, comm, steps=2, pipe=comm.size, log_every=10)
+config = config_fixture(in_pipe=True, steps=2, log_every=10)
 
 
 def test_a_relative_folder_and_the_default_are_those_of_rank_0(comm, own_folder, config, capsys):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.small_training import MODEL, config_in, records
+from support.small_training import MODEL, config_fixture, records
 from support.tolerance import close
 from support.training_tolerance import curve, path
 
@@ -26,11 +26,7 @@ pytestmark = pytest.mark.few
 LossScaler = optim.LossScaler
 
 
-@pytest.fixture
-def config(comm, mpi_tmp_path):
-    if comm is None:
-        return None
-    return config_in(mpi_tmp_path, comm, steps=6, eval_every=3, sample_bytes=8, save_every=2, pipe=comm.size)
+config = config_fixture(in_pipe=True, steps=6, eval_every=3, sample_bytes=8, save_every=2)
 
 
 @pytest.fixture

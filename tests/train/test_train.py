@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import harness
-from support.small_training import MODEL, config_in, metrics
+from support.small_training import MODEL, config_fixture, metrics
 from support.tolerance import close
 from support.training_tolerance import curve, path
 
@@ -32,11 +32,7 @@ STATM = Path("/proc/self/statm")
 STEPS = 1000 if harness.AT_LENGTH else 400
 
 
-@pytest.fixture
-def config(comm, mpi_tmp_path):
-    if comm is None:
-        return None
-    return config_in(mpi_tmp_path, comm, steps=6, eval_every=3)
+config = config_fixture(steps=6, eval_every=3)
 
 
 def close_curves(found, expected, dtype="float64", lr=1e-2):

@@ -25,6 +25,10 @@ import numpy as np
 from mpipipe import nn, train
 # top
 
+def fields(seed, rows):
+    made = np.random.default_rng(seed).normal(size=(8, 3))[rows.start : rows.stop]
+    return made, made[:, ::-1].copy()
+
 class Own(nn.Gelu):
     def forward(self, x):
         # forward
@@ -34,60 +38,25 @@ class Own(nn.Gelu):
         # backward
         return super().backward_input(dy, saved)
 
-
 class Waves(train.Task):
     # attributes
-
-    def __init__(self):
-        self.file = None
-        # init
-
-    def layers(self, shard):
-        # layers
-        return [nn.Linear(3, 4), Own(), nn.Linear(4, 3)]
-
-    def loss(self, output, target):
-        # loss
-        return nn.mean_squared_error(output, target)
-
-    def batch(self, step, rows, shard):
-        # batch
-        fields = np.random.default_rng(step).normal(size=(8, 3))[rows.start : rows.stop]
-        return fields, fields[:, ::-1].copy()
-
-    def validation(self, index, rows, shard):
-        # validation
-        fields = np.random.default_rng(1000 + index).normal(size=(8, 3))[rows.start : rows.stop]
-        return fields, fields[:, ::-1].copy()
-
-    def metrics(self, output, target):
-        metrics = {}
-        # metrics
-        return metrics
-
-    def show(self, output, target, shard):
-        # show
-        return "shown"
-
-    def costs(self):
-        # costs
-        return [1.0, 1.0, 1.0]
-
-    def optimizer(self, stages, config):
-        # optimizer
-        return None
-
-    def rate_at(self, step, config):
-        # rate_at
-        return 1e-3
-
-    def state_name(self, name):
-        # state_name
-        return name
-
-
-# end
 """
+METHODS = {
+    "__init__(self)": "self.file = None",
+    "layers(self, shard)": "return [nn.Linear(3, 4), Own(), nn.Linear(4, 3)]",
+    "loss(self, output, target)": "return nn.mean_squared_error(output, target)",
+    "batch(self, step, rows, shard)": "return fields(step, rows)",
+    "validation(self, index, rows, shard)": "return fields(1000 + index, rows)",
+    "metrics(self, output, target)": "return {}",
+    "show(self, output, target, shard)": "return 'shown'",
+    "costs(self)": "return [1.0, 1.0, 1.0]",
+    "optimizer(self, stages, config)": "return None",
+    "rate_at(self, step, config)": "return 1e-3",
+    "state_name(self, name)": "return name",
+}
+for _head, _body in METHODS.items():
+    FILE += f"    def {_head}:\n        # {_head.partition('(')[0].strip('_')}\n        {_body}\n\n"
+FILE += "# end\n"
 PLACES = "top forward backward init layers loss batch validation metrics show costs optimizer rate_at"
 
 
@@ -146,9 +115,9 @@ def test_code_that_leaves_by_os_exit_is_an_error_where_one_process_looks_at_a_ta
         ("costs", "return 7", "Waves.costs in waves.py raised TypeError"),
         ("optimizer", "return {}", r"Waves.optimizer in waves.py returns no optimizer(.|\n)*dict without stages"),
         ("optimizer", "return stages[7]", r"Waves.optimizer in waves.py raised IndexError(.|\n)*line"),
-        ("metrics", "metrics[1, 2] = 5.0", "the name of a metric cannot be written"),
-        ("metrics", r"metrics['a\nmpipipe: ok steps=9'] = 5.0", "the name of a metric cannot be written"),
-        ("metrics", "metrics['a loss=0'] = 5.0", "the name of a metric cannot be written"),
+        ("metrics", "return {(1, 2): 5.0}", "the name of a metric cannot be written"),
+        ("metrics", r"return {'a\nmpipipe: ok steps=9': 5.0}", "the name of a metric cannot be written"),
+        ("metrics", "return {'a loss=0': 5.0}", "the name of a metric cannot be written"),
     ],
 )
 def test_what_cannot_be_meant_is_named(tmp_path, place, line, text):
@@ -164,7 +133,7 @@ def test_a_training_that_cannot_show_its_model_has_ended_well(tmp_path, capsys):
 
 
 def test_a_metric_that_is_not_finite_is_null_in_json_over_a_resume(tmp_path):
-    lines = {"metrics": "metrics.update(a=float('nan'), b=float('inf'), c=1.5)"}
+    lines = {"metrics": "return dict(a=float('nan'), b=float('inf'), c=1.5)"}
     first = train(tmp_path, lines, save_every=2)
     again = train(tmp_path, lines, save_every=2, resume="auto")
     assert again == first
