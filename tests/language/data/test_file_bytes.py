@@ -4,8 +4,6 @@ import os
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mpipipe.errors import DataError
 from mpipipe.language import data
@@ -77,10 +75,3 @@ def test_fingerprint_reads_little_of_big_files_and_of_many(tmp_path, monkeypatch
     read.clear()
     file_bytes.fingerprint([(tmp_path / str(number), 1 << 20) for number in range(100_000)])
     assert len(read) == 2 * file_bytes.FILES
-
-
-@given(total=st.integers(0, 200), count=st.integers(2, 50))
-def test_spread_numbers_are_distinct_in_order_and_reach_both_ends(total, count):
-    numbers = file_bytes.spread(total, count)
-    assert numbers == sorted(set(numbers)) and len(numbers) == min(total, count)
-    assert not numbers or (numbers[0], numbers[-1]) == (0, total - 1)

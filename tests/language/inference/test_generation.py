@@ -10,11 +10,8 @@ from mpipipe import Mesh, nn, schedules
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.language.inference.generation import (
-    LEAST,
-    Answer,
     Sampling,
     SequenceCaches,
-    _next_parts,
     answers,
     build_decoder,
     check_prompts,
@@ -148,14 +145,6 @@ def test_a_stop_token_ends_its_answer_and_no_other(comm):
         assert found[number] == (answer[: places[0] + 1] if places else answer)
         assert ended[number] == ("stop" if places else "count")
     assert set(ended.values()) == {"stop", "count"}
-
-
-def test_few_sequences_share_a_micro_batch():
-    line = [Answer(0, 0, [5, 6, 9]), Answer(1, 1, [7], [8], fed=1)]
-    assert _next_parts(line, 4) == [[(0, 0, [5, 6, 9]), (1, 1, [8])]]
-    assert [answer.fed for answer in line] == [3, 2]
-    few = [Answer(number, number, [1]) for number in range(LEAST + 1)]
-    assert [len(pieces) for pieces in _next_parts(few, 4)] == [3, 2]
 
 
 @pytest.mark.parametrize(

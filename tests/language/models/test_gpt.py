@@ -182,25 +182,6 @@ def test_a_position_beyond_the_learned_table_is_named():
     stage.forward(text(model)[0][:, :2])  # those that fit, as if nothing had been
 
 
-def test_each_layer_attends_with_its_window():
-    model = GPT(**SIZES | {"layers": 4}, windows=(3, None, 5, 3))
-    local = Local(scale=0.5)
-    attends = [layer.attend for top in model.build(local) for _, layer in top.walk("") if hasattr(layer, "attend")]
-    assert [each.window for each in attends] == [3, None, 5, 3]
-    assert attends[0] is attends[3] and attends[1] is local and attends[2].options.scale == 0.5
-    asked = []
-
-    def attend(**given):
-        asked.append(given)
-        return Local(**given)
-
-    model.build(attend)
-    assert asked == [dict(window=window) for window in model.windows]
-    asked.clear()
-    GPT(**SIZES).build(attend)
-    assert asked == [{}, {}]
-
-
 def test_an_object_without_windows_is_refused_where_layers_have_them():
     class Bare:
         forward = backward = Local().forward

@@ -12,14 +12,14 @@ from mpipipe.language.models import weights
 from mpipipe.language.models.model_folder import open_model, open_on_all
 
 
-def saved(mesh, folder, dtype="float64"):
-    """A training's folder with weights of seed 5 and two checkpoints, of seeds 1 and 6."""
+def saved(mesh, folder, later=False):
+    """A training's folder with weights of seed 5 and two checkpoints, of seeds 1 and 6; a third one goes on behind."""
     schedule = schedules.gpipe(mesh.pipe.size, 1)
     numbers = schedule.stages_of(mesh.pipe.rank)
-    stages = saved_model.cut(mesh.pipe.size, numbers, 5, dtype=dtype)
+    stages = saved_model.cut(mesh.pipe.size, numbers, 5, dtype="float64")
     weights.save(folder / "weights", saved_model.MODEL, stages, mesh, step=2)
-    for step, seed in ((1, 1), (2, 6)):
-        stages = saved_model.cut(mesh.pipe.size, numbers, seed, dtype=dtype)
+    for step, seed in ((1, 1), (2, 6), (3, 7)) if later else ((1, 1), (2, 6)):
+        stages = saved_model.cut(mesh.pipe.size, numbers, seed, dtype="float64")
         checkpoint.save(folder / "checkpoints", mesh, stages, step=step, state={"model": asdict(saved_model.MODEL)})
 
 
@@ -30,17 +30,19 @@ def loaded(found, mesh):
 
 
 @pytest.mark.parametrize(
-    ("place", "kind", "seed"),
+    ("place", "kind", "seed", "later"),
     [
-        (".", "weights", 5),
-        ("weights", "weights", 5),
-        ("checkpoints", "checkpoint", 6),
-        ("checkpoints/step-00000001", "checkpoint", 1),
+        (".", "weights", 5, False),
+        ("weights", "weights", 5, False),
+        ("checkpoints", "checkpoint", 6, False),
+        ("checkpoints/step-00000001", "checkpoint", 1, False),
+        # weights are those of the earlier end: a training that went on and was cut short has not replaced them
+        (".", "checkpoint", 7, True),
     ],
 )
-def test_each_folder_of_a_training_gives_its_model(comm, mpi_tmp_path, place, kind, seed):
+def test_each_folder_of_a_training_gives_its_model(comm, mpi_tmp_path, place, kind, seed, later):
     with Mesh(comm, pipe=comm.size) as mesh:
-        saved(mesh, mpi_tmp_path)
+        saved(mesh, mpi_tmp_path, later)
         found = open_on_all(comm, str(mpi_tmp_path / place))
         assert (found.kind, found.dtype, found.model) == (kind, "float64", saved_model.MODEL)
         assert found.tokenizer() is None
@@ -48,19 +50,6 @@ def test_each_folder_of_a_training_gives_its_model(comm, mpi_tmp_path, place, ki
         for stage, right in zip(loaded(found, mesh), expected):
             for name, values in right.parameters.items():
                 np.testing.assert_array_equal(stage.parameters[name], values)
-
-
-def test_a_training_that_went_on_after_its_end_has_a_later_checkpoint(comm, mpi_tmp_path):
-    """Its weights are those of the earlier end: cut short, it has not replaced them."""
-    with Mesh(comm, pipe=comm.size) as mesh:
-        saved(mesh, mpi_tmp_path)
-        stages = saved_model.cut(comm.size, [comm.rank], 7, dtype="float64")
-        checkpoint.save(mpi_tmp_path / "checkpoints", mesh, stages, step=3, state={"model": asdict(saved_model.MODEL)})
-        found = open_on_all(comm, str(mpi_tmp_path))
-        assert found.kind == "checkpoint"
-        (stage,) = loaded(found, mesh)
-        for name, values in stages[0].parameters.items():
-            np.testing.assert_array_equal(stage.parameters[name], values)
 
 
 def test_nothing_that_is_a_model_is_refused_on_every_rank(comm, mpi_tmp_path):
