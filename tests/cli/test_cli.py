@@ -58,12 +58,6 @@ def test_train_ends_with_the_line_that_programs_read(mpipipe, small, tmp_path):
     assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [0, 1, 5]
 
 
-@pytest.mark.parametrize("line", ["train --steps many", "nothing", "run", "generate", "generate run --bytes 0"])
-def test_wrong_usage_is_code_2_and_one_message(line):
-    ended = invoke(*line.split())
-    assert ended.code == 2 and ended.report.count("--help` explains") == 1
-
-
 def test_info_reports_once(mpipipe):
     job = mpipipe(2, "info", env=WITHOUT_GPU)
     assert job.returncode == 0, job.stderr

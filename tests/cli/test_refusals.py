@@ -120,6 +120,7 @@ def test_an_empty_text_in_a_configuration_is_refused(keys):
         (["train", "--seq", "4096", "--dry-run", "--ranks", "4"], "did you mean --seq-len 4096?"),
         (["train", "--tied=yes"], "it takes no value, but 'yes' is given"),
         (["version"], "did you mean: --version"),
+        (["nothing"], "--help` explains"),
         (["trian"], "did you mean: train"),
         (["bench", "atention"], "did you mean: attention"),
         (["train", "--seq_len", "1"], "did you mean: --seq-len"),
