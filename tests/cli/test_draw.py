@@ -21,14 +21,6 @@ def draw(monkeypatch, tmp_path):
     return lambda *arguments: invoke("draw", *arguments)
 
 
-def test_a_job_of_one_process_draws(launch, tmp_path):
-    out = tmp_path / "a.png"
-    command = ["-m", "mpipipe", "draw", "timeline", "--schedule", "gpipe", *TWO, "--out", str(out)]
-    job = launch(0, command, env={"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"})
-    assert (job.returncode, job.stdout) == (0, f"mpipipe: drawn into {out}\n"), job.stderr
-    assert out.read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_timeline_has_the_costs_that_were_given(draw):
     times = ["--forward", "0.5,1.5", "--input-grad", "2", "--weight-grad", "0.25", "--transfer", "0.5"]
     done = draw("timeline", "--schedule", "one_f_one_b", *TWO, *times, "--out", "a.svg")
@@ -42,6 +34,8 @@ def test_an_order_is_drawn_from_its_file(draw, tmp_path, what):
     done = draw(what, "--schedule", "order.CSV", "--forward", "1,2", "--out", "a.svg")
     assert done.code == 0, done.report
     assert texts("a.svg")[0].words.startswith("csv: 2 ranks, 3 micro-batches")
+    assert draw(what, "--schedule", "order.CSV", "--out", "a.png").code == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
