@@ -1,6 +1,5 @@
 """One output folder for all ranks, whatever their working folders, and never one that a rank cannot see."""
 
-import errno
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -10,9 +9,7 @@ import pytest
 from support.small_training import config_fixture
 
 from mpipipe import files
-from mpipipe.checkpoint import owner
 from mpipipe.errors import ConfigError, OwnerError, StorageError
-from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
 from mpipipe.train import output_folder, train
 from mpipipe.train.trainer import Trainer
@@ -99,16 +96,6 @@ def test_nothing_is_written_through_links(comm, mpi_tmp_path, config):
             shutil.rmtree(out)
 
 
-def test_a_training_that_is_refused_leaves_no_folder_and_nothing_is_in_a_new_one(comm, mpi_tmp_path, config):
-    with pytest.raises(ConfigError):
-        train(config(out=str(mpi_tmp_path / "a"), pipe=1, batch=7, microbatches=100), GPT, comm)
-    comm.Barrier()
-    assert not (mpi_tmp_path / "a").exists()
-    output_folder.make_folder(mpi_tmp_path / "run", comm)
-    comm.Barrier()
-    assert os.listdir(mpi_tmp_path / "run") == []
-
-
 def test_a_working_folder_that_is_gone_is_refused_on_every_rank(comm, own_folder):
     if comm.rank == 0:
         own_folder.rmdir()
@@ -126,18 +113,3 @@ def test_a_folder_that_each_rank_has_for_itself_is_refused_before_training(comm,
     assert "file system that all hosts share" in caught.value.remedy
     comm.Barrier()
     assert comm.rank > 0 or not (own_folder / "run").exists()
-
-
-def test_a_process_that_can_open_no_more_files_does_not_blame_the_folder(tmp_path, monkeypatch):
-    """The file that cannot be written then says so."""
-
-    def refuse(*_):
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(tmp_path))
-
-    def job(comm):
-        monkeypatch.setattr(owner, "read", refuse)
-        kept = owner.Owner(tmp_path, "token")
-        output_folder.make_folder(tmp_path, comm)
-        kept.release()
-
-    inprocess.run(1, job)

@@ -71,13 +71,6 @@ def test_a_training_of_adapters_leaves_them_and_the_model_with_them(comm, run, b
         open_model(out / "adapter")
 
 
-def test_what_a_training_has_left_counts_before_its_checkpoints(comm, run, base):
-    out = run("run", from_=str(base), lora=LORA, save_every=2)
-    assert open_model(out).kind == "weights"
-    again = run("whole", from_=str(out), steps=1)
-    close(validations(again)[0], validations(out)[-1], 4000, 100)
-
-
 @pytest.mark.parametrize("sharded", [{}, {"dtype": "bfloat16", "pipe": 1, "batch": 8, "shard_optimizer": True}])
 def test_a_training_goes_on_with_adapters_and_from_a_checkpoint_to_the_bit(comm, run, base, sharded):
     keys = dict(from_=str(base), lora=LORA, steps=6, **sharded)
