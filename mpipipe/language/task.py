@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -38,19 +38,7 @@ from mpipipe.nn import without_adapters, worth_tiles
 from mpipipe.options import Values
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan, count_once
-from mpipipe.text import counted
-from mpipipe.train import (
-    Pair,
-    Record,
-    Shard,
-    Task,
-    absolute,
-    check_same_config,
-    folded,
-    run,
-    too_few_pieces,
-    warn,
-)
+from mpipipe.train import Pair, Record, Shard, Task, absolute, check_same_config, folded, run, warn
 
 # The sample at the end of a training continues so much validation text.
 PROMPT_BYTES = 32
@@ -225,23 +213,6 @@ class TextTask(Task):
         if windows is not None and None not in windows:
             window = max(filter(None, windows))
         return slice_lengths(length, slices, self.model.dim, window=window, unit=unit)
-
-    def check_stages(self, stages: int) -> None:
-        pieces = len(self.model.costs())
-        layers = self.model.layers
-        if pieces >= stages:
-            return
-        if self.head_slices > 1:
-            raise too_few_pieces(f"{pieces} pieces", stages, "use fewer ranks or chunks")
-        # attention and feed-forward of each; embedding, and head
-        verb = "are"
-        if layers == 1:
-            verb = "is"
-        raise too_few_pieces(
-            f"{counted(layers, 'layer')} {verb} {pieces} pieces (2 x {layers} + 2)",
-            stages,
-            f"use fewer ranks or chunks, or at least {counted(-(-(stages - 2) // 2), 'layer')}",
-        )
 
     def sample_bytes(self, rows: int, dtype: str) -> tuple[int, int]:
         config = self.config
@@ -422,9 +393,6 @@ class TextTask(Task):
 
     def derived(self, loss: float | None, validation: float | None) -> Values:
         return self.tokens.bits(loss, validation)
-
-    def summary(self, record: Mapping[str, float]) -> str:
-        return self.tokens.summary(record)
 
     def save(
         self, out: Path, plan: LayerPlan, stages: Sequence[nn.Stage], mesh: Mesh, step: int

@@ -276,11 +276,12 @@ class Task:
         """Raise ConfigError if the model cannot be cut into this number of stages."""
         count = len(self.outline)
         if count < stages:
-            raise too_few_pieces(
-                counted(count, "layer"),
-                stages,
-                "use fewer ranks or chunks; --pipe sets the ranks of a pipeline, and the others "
-                "train replicas",
+            raise ConfigError(
+                "the model has too few pieces for so many stages",
+                found=f"{counted(count, 'piece')} and cannot fill {counted(stages, 'stage')}",
+                expected="at least one piece for each stage",
+                remedy="use fewer ranks or chunks, or more layers; --pipe sets the ranks of a "
+                "pipeline, and the others train replicas",
             )
 
     def sample_bytes(self, rows: int, dtype: str) -> Shape:
@@ -366,10 +367,6 @@ class Task:
         """Return further fields of a record, from the losses."""
         return {}
 
-    def summary(self, record: Named) -> str:
-        """Return what the last line says besides, from the facts of the last record."""
-        return ""
-
     def save(self, out: Path, plan: LayerPlan, stages: Stages, mesh: Mesh, step: int) -> None:
         """Write the model at the end; collective.
 
@@ -401,13 +398,3 @@ class Task:
             As they were in the training. The text of rank 0 counts.
         """
         return ""
-
-
-def too_few_pieces(pieces: str, stages: int, remedy: str) -> ConfigError:
-    """Make the error for a model that cannot be cut into this number of stages."""
-    return ConfigError(
-        "the model has too few pieces for so many stages",
-        found=f"{pieces} and cannot fill {counted(stages, 'stage')}",
-        expected="at least one piece for each stage",
-        remedy=remedy,
-    )

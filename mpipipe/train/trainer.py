@@ -250,8 +250,7 @@ class Trainer:
         if sample:
             self.reporter.say(sample)
         record = replace(record, **self.speed(self.times[1]))
-        line = f"steps={record.step}{summary(record, task.unit)}{task.summary(record.facts())}"
-        self.reporter.say(f"mpipipe: ok {line}")
+        self.reporter.say(f"mpipipe: ok steps={record.step}{summary(record, task.unit)}")
         return record
 
     def _state(self) -> Values:
@@ -313,6 +312,7 @@ class Trainer:
         # Where a trace is recorded, parts of the step are marked in it.
         with getattr(self.recording, "reading", nullcontext)():
             batch = self.reader.batch(step)
+        waited = perf_counter() - start
         self.lr = rate_of(self.task, step, config)
         scaler = self.scaler
         self.result = self.pipeline.step(*batch, scale=scaler.scale)
@@ -324,7 +324,7 @@ class Trainer:
                 self.norm_of_step = optim.scaled_step(
                     optimizer, scaler, config.clip, lr=self.lr, over=self.norm
                 )
-        self.times += 1, perf_counter() - start, 0, self.reader.waited
+        self.times += 1, perf_counter() - start, 0, waited
 
     def _write_trace(self) -> None:
         """Write the trace of the steps recorded so far, if there are any; collective."""
