@@ -72,11 +72,9 @@ def test_data_shorter_than_a_sequence_are_refused(tmp_path):
 def test_training_and_validation_of_text_share_no_byte_and_miss_none(tmp_path):
     rng = np.random.default_rng(0)
     contents = [rng.integers(1, 256, size, np.uint8).tobytes() for size in (1000, 37, 5, 400)]
-    paths = []
     for index, content in enumerate(contents):
-        paths.append(tmp_path / str(index))
-        paths[-1].write_bytes(content)
-    source = data.find(paths).open(8)
+        (tmp_path / str(index)).write_bytes(content)
+    source = data.find([tmp_path]).open(8)
     train, validation = (bytes(part.read(0, len(part)).tolist()) for part in (source.train, source.validation))
     assert train == contents[0][:950] + contents[1][:36] + contents[2] + contents[3][:380]
     assert validation == contents[0][950:] + contents[1][36:] + contents[3][380:]

@@ -178,22 +178,19 @@ def test_logits_that_are_not_finite_are_an_error_on_every_rank(comm, temperature
     assert caught.value.reported_elsewhere == (comm.rank != comm.size - 1)  # the rank that draws reports
 
 
-def test_a_text_longer_than_learned_positions_is_refused_at_once(comm):
+def test_a_text_longer_than_learned_positions_and_an_error_of_one_rank_are_refused_at_once(comm):
+    def refuse(stages):
+        if comm.rank == comm.size - 1:
+            raise ArgumentError("not there")
+
     model = GPT(**{**vars(MODEL), "layers": 3, "positions": "learned", "max_positions": 20, "seq_len": 12})
     plan = forward_plan(model, comm.size)
     with Mesh(comm, pipe=comm.size) as mesh:
         with pytest.raises(ConfigError, match="learned positions") as caught:
             build_decoder(model, plan, mesh, "float64", 22, fill).__enter__()
         assert "at most 21" in caught.value.expected
+        with pytest.raises(ArgumentError, match="not there"):
+            build_decoder(model, plan, mesh, "float64", 21, refuse).__enter__()
         with build_decoder(model, plan, mesh, "float64", 21, fill) as decoder:
             (answer,) = answers(decoder, [[1] * 18], 3, Sampling(0))
             assert len(answer.tokens) == 3
-
-
-def test_parameters_that_cannot_be_had_on_one_rank_are_reported_on_all(comm):
-    def refuse(stages):
-        if comm.rank == comm.size - 1:
-            raise ArgumentError("not there")
-
-    with Mesh(comm, pipe=comm.size) as mesh, pytest.raises(ArgumentError, match="not there"):
-        build_decoder(MODEL, forward_plan(MODEL, comm.size), mesh, "float32", 8, refuse).__enter__()

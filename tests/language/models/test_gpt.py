@@ -192,7 +192,8 @@ def test_an_object_without_windows_is_refused_where_layers_have_them():
         assert "lambda window=None" in caught.value.remedy
 
 
-def test_costs_follow_the_description():
+def test_sizes_and_costs_follow_the_description():
+    assert (GPT(dim=96, heads=4).hidden, GPT(dim=384, heads=4).hidden) == (256, 1024)
     model = GPT(vocab=256, dim=32, layers=3, heads=4, kv_heads=2, hidden=64, seq_len=100)
     attention = 2 * 32 * (32 + 16 + 16 + 32) + 4 * 100 * 32 / 2
     assert model.costs() == [32, *[attention, 2 * 3 * 32 * 64] * 3, 2 * 32 * 256]
@@ -206,10 +207,6 @@ def test_costs_follow_the_description():
     assert wide[3] == products + 4 * (4 * 12) * 100 / 2
     assert GPT(**sizes, windows=(100, 1000)).costs() == GPT(**sizes).costs()
     assert GPT(**sizes, positions="learned").costs()[0] == 64
-
-
-def test_the_width_of_the_feed_forward_follows_from_that_of_the_model():
-    assert (GPT(dim=96, heads=4).hidden, GPT(dim=384, heads=4).hidden) == (256, 1024)
 
 
 @pytest.mark.parametrize(
