@@ -37,7 +37,7 @@ from mpipipe.language.token_units import find_data, open_data
 from mpipipe.nn import without_adapters, worth_tiles
 from mpipipe.options import Values
 from mpipipe.pipeline import Pipeline
-from mpipipe.planning import LayerPlan, count_once
+from mpipipe.planning import LayerPlan
 from mpipipe.train import Pair, Record, Shard, Task, absolute, check_same_config, folded, run, warn
 
 # The sample at the end of a training continues so much validation text.
@@ -373,18 +373,9 @@ class TextTask(Task):
         if source is not None:
             text = f", {len(source.train):,} {self.unit} of text"
         return (
-            f"{self.model.parameters:,} parameters{self._trained_in_words()}, {config.dtype} on "
+            f"{self.parameters_in_words()}, {config.dtype} on "
             f"{place}, batch {config.batch} x {config.seq_len} {self.unit}{text}"
         )
-
-    def _trained_in_words(self) -> str:
-        """Return how many parameters are trained, where that is not all of them."""
-        if self.tuning.lora is None and not self.freeze:
-            return ""
-        count = count_once(self.trained())
-        if self.tuning.lora is not None:
-            return f" and {count:,} of adapters, which alone are trained"
-        return f" of which {count:,} are trained"
 
     def beginning(self) -> str:
         if self.base is None:

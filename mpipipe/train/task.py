@@ -20,7 +20,7 @@ from mpipipe.even_split import even_split
 from mpipipe.job import Communicator, RankGroup
 from mpipipe.options import Values
 from mpipipe.pipeline import Pipeline
-from mpipipe.planning import LayerPlan, declared, parameters_of
+from mpipipe.planning import LayerPlan, count_once, declared
 from mpipipe.text import counted
 from mpipipe.train.shard import Shard
 
@@ -352,12 +352,19 @@ class Task:
 
     def description(self, place: str) -> str:
         """Return what is trained, in a line; `place` is what computes: CPUs or GPUs."""
-        count = parameters_of(self.outline)
-        trained = sum(entry.size for entry in self.trained().values())
-        part = ""
+        return f"{type(self).__name__}: {self.parameters_in_words()} on {place}"
+
+    def parameters_in_words(self) -> str:
+        """Return how many parameters there are, and how many are trained if not all of them."""
+        count = count_once(declared(self.outline))
+        entries = self.trained()
+        trained = count_once(entries)
+        if any(map(nn.is_adapter, entries)):
+            adapters = f"and {trained:,} of adapters, which alone are trained"
+            return f"{count - trained:,} parameters {adapters}"
         if trained != count:
-            part = f" of which {trained:,} are trained"
-        return f"{type(self).__name__}: {count:,} parameters{part} on {place}"
+            return f"{count:,} parameters of which {trained:,} are trained"
+        return f"{count:,} parameters"
 
     def beginning(self) -> str:
         """Return where the weights come from at the begin; "" where they are drawn."""

@@ -65,7 +65,7 @@ def test_a_dry_run_needs_no_mpi_and_writes_nothing(launch, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["--ranks", "0"], "--ranks is out of range"),
+        (["--ranks", "0"], "--ranks: 0 is out of range"),
         (["--ranks", "3", "--pipe", "2"], "the mesh does not fit the ranks"),
         (["--lr", "nan"], "lr (learning rate"),
         (["--plan", "auto"], "a dry run cannot foresee what a plan chooses"),
