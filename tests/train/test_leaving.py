@@ -18,13 +18,9 @@ TRAIN = """-m mpipipe train --steps 60 --log-every 5 --dim 16 --layers 2 --heads
 TRAIN += [str(ROOT / "README.md")]
 
 
-def started(folder, *options):
-    return Job([mpiexec(), "-n", "2", sys.executable, *TRAIN, *options], folder)
-
-
 def interrupted(folder, options, send, step=5):
     """A job that ends after `send(job)`, once it has shown this step."""
-    job = started(folder, *options)
+    job = Job([mpiexec(), "-n", "2", sys.executable, *TRAIN, *options], folder)
     try:
         stop = time.monotonic() + 60
         while not re.search(rf"^step +{step}/", job.stdout, re.MULTILINE):

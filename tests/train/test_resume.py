@@ -73,13 +73,10 @@ KINDS = {
     "sgd, interleaved": dict(optimizer="sgd", schedule="interleaved_1f1b", chunks=2, layers=4),
     "bfloat16, recomputed": dict(dtype="bfloat16", dropout=0.1, recompute=True),
 }
-LONG = ("sgd, interleaved", "bfloat16, recomputed")
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.long) if kind in LONG else kind for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_training_that_was_cut_short_ends_bit_by_bit_as_one_that_was_not(
     comm, config, cut_short, capsys, monkeypatch, kind
 ):

@@ -2,17 +2,14 @@
 
 import json
 import os
-from dataclasses import asdict
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from support import huggingface_reference as theirs
-from support import saved_model
 
-from mpipipe import Mesh, checkpoint, nn
+from mpipipe import nn
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.language.models import GPT, huggingface
@@ -89,25 +86,6 @@ def test_a_value_that_the_dtype_cannot_hold_is_refused_and_nothing_is_left(tmp_p
             tmp_path / "target", model, [stage.parameters], dict, dtype="float16", origin=huggingface.Origin()
         )
     assert os.listdir(tmp_path) == []
-
-
-def test_a_checkpoint_is_converted(comm, mpi_tmp_path):
-    with Mesh(comm, pipe=comm.size) as mesh:
-        stages, optimizer = saved_model.trained(mesh)
-        state = {"model": asdict(saved_model.MODEL)}
-        checkpoint.save(mpi_tmp_path / "run" / "checkpoints", mesh, stages, optimizer, step=3, state=state)
-        everywhere = comm.allgather(
-            {name: np.array(array) for each in stages for name, array in each.parameters.items()}
-        )
-    parameters = {name: array for part in everywhere for name, array in part.items()}
-    if comm.rank == 0:
-        convert(Path(mpi_tmp_path, "run"), Path(mpi_tmp_path, "target"))
-        written = theirs.tensors_in(Path(mpi_tmp_path, "target"))
-        np.testing.assert_array_equal(written["model.embed_tokens.weight"], parameters["0.weight"])
-        np.testing.assert_array_equal(
-            written["model.layers.1.mlp.up_proj.weight"], parameters["4.layer.1.gate_up"][12:]
-        )
-        assert "lm_head.weight" not in written
 
 
 def test_what_is_not_converted_is_refused_and_no_folder_with_files_is_written_over(tmp_path):
