@@ -129,18 +129,13 @@ def test_layers_that_see_a_part_of_each_row_alone_are_named(tmp_path, capsys):
             attend, positions = shard.attend(POINTS), shard.positions(POINTS)
             whole = HaloConv(shard.comm, 1, nn.Conv(WIDTH, WIDTH, (3,), padding="periodic"))
             exchanging = [nn.SelfAttention(WIDTH, 2, attend=attend), nn.Residual(whole)]
-            alone = [nn.Residual(nn.Conv(WIDTH, WIDTH, (3,), padding="same")), lambda: Scale(WIDTH), *self.more]
+            alone = [nn.Residual(nn.Conv(WIDTH, WIDTH, (3,), padding="same")), lambda: Scale(WIDTH)]
+            alone += [nn.SelfAttention(WIDTH, 2, attend=attention.Local())] * self.mixes
             return [first, nn.LearnedPositions(POINTS, WIDTH, positions=positions), *exchanging, *alone, last]
 
-        more = ()
-
-    class Local(Apart):
-        @property
-        def more(self):
-            return (nn.SelfAttention(WIDTH, 2, attend=attention.Local()),)
-
-    for task, seq, kinds in ((Apart, 1, ""), (Apart, 2, "Conv, Scale"), (Local, 2, "Conv, Scale, SelfAttention")):
-        trained(2, replace(EXACT, seq=seq, steps=1, out=str(tmp_path / kinds / "run")), task)
+    for mixes, seq, kinds in ((0, 1, ""), (0, 2, "Conv, Scale"), (1, 2, "Conv, Scale, SelfAttention")):
+        Apart.mixes = mixes
+        trained(2, replace(EXACT, seq=seq, steps=1, out=str(tmp_path / kinds / "run")), Apart)
         found = re.findall("mpipipe: note: (.*): on each rank of seq.*HaloConv.*shard.attend", capsys.readouterr().out)
         assert found == [kinds] * bool(kinds)
 
@@ -172,26 +167,24 @@ def test_groups_freezing_and_an_optimizer_of_its_own(tmp_path):
             super().optimizer(stages, config)
             return optim.SGD(stages, 0.0, weight_decay=0.0, groups=[optim.Group("*", lr=0.0)])
 
-    def parameters(task, steps):
-        made = task()
-        out = str(tmp_path / f"{task.__name__}{steps}")
-        inprocess.run(1, lambda comm: run(made, replace(EXACT, steps=steps, out=out), comm))
+    def parameters(task, steps, out):
+        made, config = task(), replace(EXACT, steps=steps, out=str(tmp_path / out))
+        inprocess.run(1, lambda comm: run(made, config, comm))
         return {name: array.copy() for stage in made.stages for name, array in stage.parameters.items()}
 
-    drawn, moved = parameters(Slow, 1), parameters(Frozen, 2)
+    drawn, moved = parameters(Slow, 1, "drawn"), parameters(Frozen, 2, "moved")
     same = {name for name in drawn if np.array_equal(drawn[name], moved[name])}
     assert same == {"0.weight", "0.bias", "2.gain"}
     with pytest.raises(ConfigError, match="a task with an optimizer of its own"):
         trained(2, replace(EXACT, pipe=1, shard_optimizer=True, out=str(tmp_path / "sharded")), Slow)
-    Slow.freeze = ("0.*", "0.wieght")
-    with pytest.raises(ConfigError, match="freeze fits no parameter"):
-        parameters(Slow, 3)
-    Slow.freeze, Slow.groups = (), (optim.Group("*.gian", lr=0.0),)
-    with pytest.raises(ConfigError, match=r"groups fits no parameter(.|\n)*\*\.gian"):
-        parameters(Slow, 3)
-    Slow.freeze, Slow.groups = ("*",), ()
-    with pytest.raises(ConfigError, match="nothing is left to train"):
-        parameters(Slow, 4)
+    for freeze, match, text in (
+        (("0.*", "0.wieght"), "2.*", "freeze fits no parameter"),
+        ((), "*.gian", r"groups fits no parameter(.|\n)*\*\.gian"),
+        (("*",), "2.*", "nothing is left to train"),
+    ):
+        Slow.freeze, Slow.groups = freeze, (optim.Group(match, lr=0.0),)
+        with pytest.raises(ConfigError, match=text):
+            parameters(Slow, 3, "refused")
 
 
 def test_a_validation_counts_its_batches_by_the_weights_of_the_loss(tmp_path):
@@ -402,10 +395,10 @@ class Buffer(Field):
 
 
 def test_a_task_may_fill_the_same_arrays_for_each_batch(tmp_path):
-    trained(2, replace(EXACT, out=str(tmp_path / "one")), Buffer)
-    Fresh = type("Fresh", (Buffer,), {"copies": True})
-    trained(2, replace(EXACT, out=str(tmp_path / "other")), Fresh)
-    assert losses(tmp_path / "one") == losses(tmp_path / "other")
+    for copies in (False, True):
+        task = type("Own", (Buffer,), {"copies": copies})
+        trained(2, replace(EXACT, out=str(tmp_path / str(copies))), task)
+    assert losses(tmp_path / "False") == losses(tmp_path / "True")
 
 
 def one_at_a_time(name):
