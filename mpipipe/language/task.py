@@ -315,10 +315,7 @@ class TextTask(Task):
 
     # -- the model, on this rank -------------------------------------------------------------------
 
-    def loss(
-        self, output: arrays.Array, target: arrays.Array, factor: float = 1.0
-    ) -> tuple[float | arrays.Array, arrays.Array]:
-        return nn.softmax_cross_entropy(output, target, factor)
+    loss = staticmethod(nn.softmax_cross_entropy)
 
     def loss_for(self, stage: nn.Stage, rows: int, shard: Shard) -> Callable[..., Any]:
         """Return the loss after a stage: in tiles, with its head, where the logits are large."""
