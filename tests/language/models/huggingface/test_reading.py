@@ -39,7 +39,6 @@ OPTIONS = {
     "yarn": {"head_dim": 12, "rope_scaling": YARN},
     "yarn with betas": {"head_dim": 12, "rope_scaling": {**YARN, "beta_fast": 8.0, "beta_slow": 2}},
     "yarn with a factor": {"rope_scaling": {**YARN, "attention_factor": 1.7}},
-    "yarn with mscale": {"rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.4}},
 }  # fmt: skip
 CASES = [("llama", name, change) for name, change in OPTIONS.items()] + [
     ("llama", "attention bias", {"attention_bias": True}),
