@@ -41,10 +41,9 @@ def test_an_order_is_drawn_from_its_file(draw, tmp_path, what):
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        (["--schedule", "order.csv", "--ranks", "2"], "--ranks does not go with a file"),
+        (["--schedule", "order.csv", "--ranks", "2"], "--ranks does not go with --schedule order.csv"),
         (["--schedule", "order.csv"], "order.csv: slot 0: B before its forward"),
         (["--schedule", "absent.csv"], "the order of the schedule cannot be read: No such file"),
-        (["--schedule", "gpipe", "--ranks", "2"], "a schedule has no sizes of its own"),
         ([*GPIPE, "--out", "a.pdf"], "ends in .png or .svg"),
         ([*GPIPE, "--out", "absent/a.svg"], "there is no such folder"),
         ([*GPIPE, "--forward", "-1"], "the cost forward does not fit"),
