@@ -284,7 +284,7 @@ def described(
         f"mpipipe: nothing is trained. {counted(count, 'rank')} = "
         f"pipe {problem.ranks} x data {problem.replicas} x seq {problem.seq}; "
         f"{schedule.name}, {counted(schedule.stages, 'stage')}, {schedule.batch}",
-        f"mpipipe: {estimate.parameters:,} parameters, {config.dtype}, {config.optimizer}; "
+        f"mpipipe: {estimate.task.parameters_in_words()}, {config.dtype}, {config.optimizer}; "
         f"a micro-batch is {size} on each rank",
         f"mpipipe: bubble {bubble:.1%}, estimated from operation counts",
     ]

@@ -259,9 +259,8 @@ class MemoryEstimate:
     problem: planning.PlanningProblem
     plan: planning.LayerPlan
     ranks: list[planning.RankBytes]
-    # Of all ranks, and of parameters, each tied one once.
+    # Of all ranks.
     count: int
-    parameters: int
 
 
 def estimate_task(
@@ -299,14 +298,6 @@ def estimate_task(
                 measured, plan, recompute=config.recompute, copied=task.copies, shares=shares
             )
         problem = measured.problem
-        return MemoryEstimate(
-            config,
-            task,
-            problem,
-            plan,
-            of_ranks,
-            count=ranks,
-            parameters=planning.count_once(planning.declared(problem.layers)),
-        )
+        return MemoryEstimate(config, task, problem, plan, of_ranks, count=ranks)
 
     return inprocess.run(1, work)[0]
