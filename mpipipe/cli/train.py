@@ -272,7 +272,8 @@ def described(
     plan = estimate.plan
     problem = estimate.problem
     schedule = plan.schedule
-    count = estimate.count
+    pipelines = problem.replicas * problem.seq
+    count = problem.ranks * pipelines
     rows = plan.microbatch_rows
     units = estimate.task.units
     size = counted(rows, "row")
@@ -300,7 +301,7 @@ def described(
     worst = max(estimate.ranks, key=lambda memory: memory.total)
     last = f"rank {worst.rank} takes most: {shown_bytes(worst.total)}"
     if count > 1:
-        total = sum(memory.total for memory in estimate.ranks) * problem.replicas * problem.seq
+        total = sum(memory.total for memory in estimate.ranks) * pipelines
         last += f"; all {count} ranks: {shown_bytes(total)}"
     return "\n".join([*lines, "", last])
 

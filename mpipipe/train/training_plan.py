@@ -259,8 +259,6 @@ class MemoryEstimate:
     problem: planning.PlanningProblem
     plan: planning.LayerPlan
     ranks: list[planning.RankBytes]
-    # Of all ranks.
-    count: int
 
 
 def estimate_task(
@@ -297,7 +295,6 @@ def estimate_task(
             of_ranks = planning.rank_bytes(
                 measured, plan, recompute=config.recompute, copied=task.copies, shares=shares
             )
-        problem = measured.problem
-        return MemoryEstimate(config, task, problem, plan, of_ranks, count=ranks)
+        return MemoryEstimate(config, task, measured.problem, plan, of_ranks)
 
     return inprocess.run(1, work)[0]
