@@ -8,10 +8,9 @@ from typing import Annotated, Any
 from mpipipe import files, schedules, tracing
 from mpipipe.cli.flags import parameters_of
 from mpipipe.cli.output import refusing, show
-from mpipipe.cli.simulate import Cost, costs_of, refuse, without_none
-from mpipipe.errors import ConfigError
+from mpipipe.cli.simulate import Cost, costs_of, schedule_of, without_none
 from mpipipe.options import Option
-from mpipipe.schedules import Timeline, from_file, is_path
+from mpipipe.schedules import Timeline
 
 
 def timeline(**options: Any) -> None:
@@ -35,8 +34,8 @@ def _of_schedule(
         Option("a name that schedules.by_name knows, or FILE.csv, whose order says its own sizes"),
     ],
     out: Annotated[str, Option("new file that ends in .png or .svg", metavar="FILE")],
-    ranks: Annotated[int | None, Option("P, ranks of the pipeline")] = None,
-    microbatches: Annotated[int | None, Option("M, micro-batches of a step")] = None,
+    ranks: Annotated[int | None, Option("P, ranks of the pipeline; default: 4")] = None,
+    microbatches: Annotated[int | None, Option("M, micro-batches of a step; default: 16")] = None,
     chunks: Annotated[int | None, Option("V, stages on each rank; default: 1")] = None,
     slices: Annotated[int | None, Option("n, slices of each sequence; default: 1")] = None,
     forward: Cost = "1",
@@ -47,21 +46,9 @@ def _of_schedule(
     with refusing("draw"):
         files.check_new("the picture", out)
         tracing.check_can_draw(out)
-        costs = costs_of(forward, input_grad, weight_grad, transfer)
         sizes = without_none(ranks=ranks, microbatches=microbatches, chunks=chunks, slices=slices)
-        if is_path(schedule):
-            refuse("a file, whose order says it", sizes)
-            made = from_file(schedule)
-        elif ranks is None or microbatches is None:
-            raise ConfigError(
-                "a schedule has no sizes of its own",
-                found=f"--schedule {schedule}",
-                expected="--ranks and --microbatches, or --schedule FILE.csv",
-            )
-        else:
-            sizes.setdefault("chunks", 1)
-            made = schedules.by_name(schedule, **sizes, costs=costs)
-        draw(schedules.simulate(made, costs), out)
+        costs = costs_of(forward, input_grad, weight_grad, transfer)
+        draw(schedules.simulate(*schedule_of(schedule, sizes, costs)), out)
     show(f"mpipipe: drawn into {out}\n")
 
 

@@ -139,13 +139,11 @@ def write(path: Path, keys: Values, choice: Choice) -> None:
     if "task" in values:
         # The file of a configuration names it from its own folder.
         values["task"] = os.path.relpath(values["task"], path.parent)
-    for name in ("schedule", "chunks", "microbatches"):
-        values[name] = getattr(choice, name)
+    for name in PLANNED:
+        value = getattr(choice, name)
+        if value:
+            values[name] = value
     values["partition"] = ",".join(map(str, choice.partition))
-    if choice.recompute:
-        values["recompute"] = True
-    if choice.recompute_limit is not None:
-        values["recompute_limit"] = choice.recompute_limit
     content = "".join(toml_line(*key) for key in values.items())
     with files.writing("the plan", path):
         # A path may be no text.

@@ -6,8 +6,9 @@ import math
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from mpipipe import files, schedules
 from mpipipe.cli.output import refusing, show_lines
@@ -23,7 +24,6 @@ from mpipipe.schedules import (
     from_file,
     is_path,
     names,
-    placement_of,
 )
 from mpipipe.text import counted
 
@@ -66,38 +66,19 @@ def simulate(
     Without --memory-limit a schedule is compared with schedules that need no more memory than it.
     """
     with refusing("simulate"):
-        sized = without_none(ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices)
-        csv = None
-        if is_path(schedule):
-            csv = schedule
-            refuse(f"--schedule {schedule}, whose order says it", sized)
-        sizes = {"ranks": 4, "chunks": 1, "microbatches": 16, "slices": 1, **sized}
+        sizes = without_none(ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices)
         costs = costs_of(forward, input_grad, weight_grad, transfer)
         links = _links(transfer_model, message_bytes, costs)
+        make = partial(
+            schedule_of, sizes=sizes, costs=costs, links=links, message_bytes=message_bytes
+        )
         if schedule == "all":
             refuse("--schedule all", without_none(recompute=recompute or None, out=out))
-        if out is not None:
-            files.check_new("the order", out)
-
-        def with_links(name: str) -> Costs:
-            """Return the costs, with the times of messages between the stages of this schedule."""
-            if links is None:
-                return costs
-            if csv is None:
-                placement = placement_of(name, sizes["ranks"], sizes["chunks"])
-            else:
-                placement = from_file(csv).placement
-            return replace(costs, transfer=links.times(placement, message_bytes))
-
-        if schedule == "all":
-            lines = [*_table(sizes, with_links, memory_limit)]
+            lines = [*_table(make, chunks or 1, memory_limit)]
         else:
-            costs = with_links(schedule)
-            if csv is None:
-                limit = None if recompute else memory_limit
-                made = schedules.by_name(schedule, **sizes, costs=costs, memory_limit=limit)
-            else:
-                made = from_file(csv)
+            if out is not None:
+                files.check_new("the order", out)
+            made, costs = make(schedule, limit=None if recompute else memory_limit)
             if recompute:
                 made = schedules.with_recompute(made, costs, memory_limit)
             lines = [*_one(made, costs, memory_limit)]
@@ -106,6 +87,31 @@ def simulate(
                     out.write_text(made.to_csv(), encoding="utf-8")
                 lines.append(f"order       {out}")
     show_lines(lines)
+
+
+# Of a schedule whose sizes are not given.
+SIZES = {"ranks": 4, "chunks": 1, "microbatches": 16, "slices": 1}
+
+
+def schedule_of(
+    name: str,
+    sizes: dict[str, Any],
+    costs: Costs,
+    limit: float | None = None,
+    links: Links | None = None,
+    message_bytes: float = 0,
+) -> tuple[Schedule, Costs]:
+    """Return the schedule of a name or a file, and its costs with messages over these links."""
+    if is_path(name):
+        refuse(f"--schedule {name}, whose order says it", sizes)
+        made = from_file(name)
+    else:
+        made = schedules.by_name(name, **(SIZES | sizes), costs=costs, memory_limit=limit)
+    if links is None:
+        return made, costs
+    # Times of messages follow from where its stages are, and a schedule may follow from these.
+    costs = replace(costs, transfer=links.times(made.placement, message_bytes))
+    return schedule_of(name, sizes, costs, limit)
 
 
 def without_none(**options: object) -> Values:
@@ -224,12 +230,11 @@ def _bound_and_gap(timeline: Timeline, costs: Costs, limit: float | None) -> tup
 
 
 def _table(
-    sizes: dict[str, int], costs_of: Callable[[str], Costs], memory_limit: float | None
+    make: Callable[..., tuple[Schedule, Costs]], chunks: int, memory_limit: float | None
 ) -> Iterator[str]:
     yield f"{'schedule':<24}{'makespan':>10}{'bubble':>8}{'activations':>12}{'bound':>10}{'gap':>8}"
-    for name in names(sizes["chunks"]):
-        costs = costs_of(name)
-        made = schedules.by_name(name, **sizes, costs=costs, memory_limit=memory_limit)
+    for name in names(chunks):
+        made, costs = make(name, limit=memory_limit)
         result = schedules.simulate(made, costs)
         peak = max(result.peak_activations)
         limit = memory_limit

@@ -51,6 +51,8 @@ from mpipipe.train import (
     run,
 )
 
+# On paper.
+MOST_RANKS = 1 << 16
 TaskFile = Annotated[
     str | None, Operand("file with a task of your own, and its class", metavar="FILE.py[:CLASS]")
 ]
@@ -72,7 +74,12 @@ def train(
         bool, Option("train nothing: show the plan, and the memory of each rank")
     ] = False,
     ranks: Annotated[
-        int | None, Option("ranks of a dry run in one process; default: those of one replica")
+        int | None,
+        Option(
+            "ranks of a dry run in one process; default: those of one replica",
+            least=1,
+            most=MOST_RANKS,
+        ),
     ] = None,
     nics_per_node: NicsPerNode = None,
     nic: Nic = None,
@@ -188,13 +195,10 @@ def task_of(config: TaskConfig, comm: Communicator) -> tuple[TaskConfig, Task]:
     return task.config, task
 
 
-FIELDS = fields_of(TrainConfig)
-for _entry in fields_of(TaskFileConfig):
-    if _entry.name in ("init", "set", "changed_task"):
-        FIELDS.append(_entry)
 # The help lists these before those of text.
-GENERAL = {entry.name for entry in fields(TaskFileConfig)}
-FIELDS.sort(key=lambda entry: entry.name not in GENERAL)
+_OF_ANY = [entry for entry in fields_of(TaskFileConfig) if entry.name != "task"]
+GENERAL = {entry.name for entry in _OF_ANY}
+FIELDS = [*_OF_ANY, *(entry for entry in fields_of(TrainConfig) if entry.name not in GENERAL)]
 train.parameters = [*parameters_of(train), *FIELDS]  # type: ignore[attr-defined]
 train.instead = INSTEAD  # type: ignore[attr-defined]
 
@@ -202,7 +206,6 @@ train.instead = INSTEAD  # type: ignore[attr-defined]
 # -- What `train --dry-run` shows: the plan of a training, and the memory of each rank -------------
 
 
-MOST_RANKS = 1 << 16
 COLUMNS = (
     "parameters",
     "gradients",
@@ -233,12 +236,6 @@ def print_estimate(
     if launcher_size(os.environ) is not None:
         return run_or_abort(lambda: _in_job(load, ranks, describe))
     with refusing():
-        if ranks is not None and not 1 <= ranks <= MOST_RANKS:
-            raise ConfigError(
-                "--ranks is out of range",
-                found=ranks,
-                expected=f"at least 1, at most {MOST_RANKS:,}",
-            )
         config = load()
         _show(config, ranks or (config.pipe or 1) * config.seq, describe)
     return 0
@@ -275,7 +272,8 @@ def described(
     plan = estimate.plan
     problem = estimate.problem
     schedule = plan.schedule
-    count = estimate.count
+    pipelines = problem.replicas * problem.seq
+    count = problem.ranks * pipelines
     rows = plan.microbatch_rows
     units = estimate.task.units
     size = counted(rows, "row")
@@ -287,7 +285,7 @@ def described(
         f"mpipipe: nothing is trained. {counted(count, 'rank')} = "
         f"pipe {problem.ranks} x data {problem.replicas} x seq {problem.seq}; "
         f"{schedule.name}, {counted(schedule.stages, 'stage')}, {schedule.batch}",
-        f"mpipipe: {estimate.parameters:,} parameters, {config.dtype}, {config.optimizer}; "
+        f"mpipipe: {estimate.task.parameters_in_words()}, {config.dtype}, {config.optimizer}; "
         f"a micro-batch is {size} on each rank",
         f"mpipipe: bubble {bubble:.1%}, estimated from operation counts",
     ]
@@ -303,7 +301,7 @@ def described(
     worst = max(estimate.ranks, key=lambda memory: memory.total)
     last = f"rank {worst.rank} takes most: {shown_bytes(worst.total)}"
     if count > 1:
-        total = sum(memory.total for memory in estimate.ranks) * problem.replicas * problem.seq
+        total = sum(memory.total for memory in estimate.ranks) * pipelines
         last += f"; all {count} ranks: {shown_bytes(total)}"
     return "\n".join([*lines, "", last])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -37,20 +37,8 @@ from mpipipe.language.token_units import find_data, open_data
 from mpipipe.nn import without_adapters, worth_tiles
 from mpipipe.options import Values
 from mpipipe.pipeline import Pipeline
-from mpipipe.planning import LayerPlan, count_once
-from mpipipe.text import counted
-from mpipipe.train import (
-    Pair,
-    Record,
-    Shard,
-    Task,
-    absolute,
-    check_same_config,
-    folded,
-    run,
-    too_few_pieces,
-    warn,
-)
+from mpipipe.planning import LayerPlan
+from mpipipe.train import Pair, Record, Shard, Task, absolute, check_same_config, folded, run, warn
 
 # The sample at the end of a training continues so much validation text.
 PROMPT_BYTES = 32
@@ -226,23 +214,6 @@ class TextTask(Task):
             window = max(filter(None, windows))
         return slice_lengths(length, slices, self.model.dim, window=window, unit=unit)
 
-    def check_stages(self, stages: int) -> None:
-        pieces = len(self.model.costs())
-        layers = self.model.layers
-        if pieces >= stages:
-            return
-        if self.head_slices > 1:
-            raise too_few_pieces(f"{pieces} pieces", stages, "use fewer ranks or chunks")
-        # attention and feed-forward of each; embedding, and head
-        verb = "are"
-        if layers == 1:
-            verb = "is"
-        raise too_few_pieces(
-            f"{counted(layers, 'layer')} {verb} {pieces} pieces (2 x {layers} + 2)",
-            stages,
-            f"use fewer ranks or chunks, or at least {counted(-(-(stages - 2) // 2), 'layer')}",
-        )
-
     def sample_bytes(self, rows: int, dtype: str) -> tuple[int, int]:
         config = self.config
         length = -(-config.seq_len // config.seq)
@@ -344,10 +315,7 @@ class TextTask(Task):
 
     # -- the model, on this rank -------------------------------------------------------------------
 
-    def loss(
-        self, output: arrays.Array, target: arrays.Array, factor: float = 1.0
-    ) -> tuple[float | arrays.Array, arrays.Array]:
-        return nn.softmax_cross_entropy(output, target, factor)
+    loss = staticmethod(nn.softmax_cross_entropy)
 
     def loss_for(self, stage: nn.Stage, rows: int, shard: Shard) -> Callable[..., Any]:
         """Return the loss after a stage: in tiles, with its head, where the logits are large."""
@@ -402,18 +370,9 @@ class TextTask(Task):
         if source is not None:
             text = f", {len(source.train):,} {self.unit} of text"
         return (
-            f"{self.model.parameters:,} parameters{self._trained_in_words()}, {config.dtype} on "
+            f"{self.parameters_in_words()}, {config.dtype} on "
             f"{place}, batch {config.batch} x {config.seq_len} {self.unit}{text}"
         )
-
-    def _trained_in_words(self) -> str:
-        """Return how many parameters are trained, where that is not all of them."""
-        if self.tuning.lora is None and not self.freeze:
-            return ""
-        count = count_once(self.trained())
-        if self.tuning.lora is not None:
-            return f" and {count:,} of adapters, which alone are trained"
-        return f" of which {count:,} are trained"
 
     def beginning(self) -> str:
         if self.base is None:
@@ -422,9 +381,6 @@ class TextTask(Task):
 
     def derived(self, loss: float | None, validation: float | None) -> Values:
         return self.tokens.bits(loss, validation)
-
-    def summary(self, record: Mapping[str, float]) -> str:
-        return self.tokens.summary(record)
 
     def save(
         self, out: Path, plan: LayerPlan, stages: Sequence[nn.Stage], mesh: Mesh, step: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,13 +115,6 @@ class TokenUnits:
             if value is not None and name in self.bytes_per_token:
                 rates[name] = value / math.log(2) / self.bytes_per_token[name]
         return rates
-
-    def summary(self, record: Mapping[str, float]) -> str:
-        """Return the validation in bits per byte of tokens, for the last line of a training."""
-        bits = record.get(RATES[1])
-        if bits is None or self.unit == "bytes":
-            return ""
-        return f" bits/byte={bits:.4f}"
 
     def text(self, ids: Sequence[int]) -> str:
         """Return ids as text that can be shown; as numbers where no tokenizer is there."""

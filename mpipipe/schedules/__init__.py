@@ -11,15 +11,7 @@ from mpipipe.schedules.flows import simulate_flows
 from mpipipe.schedules.partition import partition, with_frozen
 from mpipipe.schedules.proof import check, grid
 from mpipipe.schedules.recompute import before_backwards, with_recompute
-from mpipipe.schedules.registry import (
-    PER_RANK,
-    Advice,
-    advise,
-    by_name,
-    full_name,
-    names,
-    placement_of,
-)
+from mpipipe.schedules.registry import PER_RANK, Advice, advise, by_name, full_name, names
 from mpipipe.schedules.replay import source
 from mpipipe.schedules.schedule import Schedule, Skip, with_skips
 from mpipipe.schedules.simulate import (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import building_blocks, checks, classic, zero_bubble
 from mpipipe.schedules.checks import at_least_one, counts
-from mpipipe.schedules.schedule import Schedule, looped_placement
+from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.simulate import EQUAL_COSTS, SAME, Costs, simulate
 from mpipipe.text import near
 
@@ -120,13 +120,6 @@ def by_name(
     if name == "zero_bubble_2p":
         options["memory_limit"] = memory_limit
     return {**ONE_STAGE, **TWO_STAGES}[name](ranks, microbatches, **options)
-
-
-def placement_of(name: str, ranks: int, chunks: int) -> tuple[int, ...]:
-    """Return the rank of each logical stage of a schedule by its name."""
-    if name in TWO_STAGES:
-        return zero_bubble.v_placement(ranks)
-    return looped_placement(ranks, chunks)
 
 
 def names(chunks: int) -> list[str]:

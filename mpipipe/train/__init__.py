@@ -24,7 +24,7 @@ from mpipipe.train.report import Record
 from mpipipe.train.screen import SafeStream, folded, warn
 from mpipipe.train.setup import check_same_config, export, load, run
 from mpipipe.train.shard import Shard
-from mpipipe.train.task import Pair, Task, too_few_pieces
+from mpipipe.train.task import Pair, Task
 from mpipipe.train.task_file import TaskFileConfig, load_task
 from mpipipe.train.training_plan import MemoryEstimate, estimate_task, measured_ranks, pipe_of
 

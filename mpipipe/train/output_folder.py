@@ -324,9 +324,6 @@ def _check_same(start: Checkpoint, config: TaskConfig, task: Task) -> None:
     try:
         # Sizes are those of the model, where options leave them.
         saved = start.state["configuration"] | start.state["model"]
-        # What older checkpoints call the length of sequences.
-        if "seq" in start.state["model"]:
-            saved["seq_len"] = start.state["model"]["seq"]
         before = plain(written(type(config)())) | saved
         fingerprint = start.state["fingerprint"]
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO, TypeAlias
 
@@ -115,6 +115,7 @@ LAST = {
     "samples_per_second": "{unit}/s={:.0f}",
     "bubble": "bubble={:.4f}",
     "predicted": "predicted={:.4f}",
+    "validation_bits_per_byte": "bits/byte={:.4f}",
 }
 
 
@@ -125,7 +126,10 @@ def _cells(record: Record, forms: Mapping[str, str], unit: str) -> list[str]:
 
 def summary(record: Record, unit: str = "tokens") -> str:
     """Return what the last line of a training says of a record; bytes count as tokens."""
-    cells = _cells(record, LAST, "tokens" if unit == "bytes" else unit)
+    if unit == "bytes":
+        unit = "tokens"
+        record = replace(record, validation_bits_per_byte=None)
+    cells = _cells(record, LAST, unit)
     cells += [f"{name}={value:.4g}" for name, value in record.metrics.items()]
     return " ".join(["", *cells])
 

@@ -20,7 +20,7 @@ from mpipipe.even_split import even_split
 from mpipipe.job import Communicator, RankGroup
 from mpipipe.options import Values
 from mpipipe.pipeline import Pipeline
-from mpipipe.planning import LayerPlan, declared, parameters_of
+from mpipipe.planning import LayerPlan, count_once, declared
 from mpipipe.text import counted
 from mpipipe.train.shard import Shard
 
@@ -276,11 +276,12 @@ class Task:
         """Raise ConfigError if the model cannot be cut into this number of stages."""
         count = len(self.outline)
         if count < stages:
-            raise too_few_pieces(
-                counted(count, "layer"),
-                stages,
-                "use fewer ranks or chunks; --pipe sets the ranks of a pipeline, and the others "
-                "train replicas",
+            raise ConfigError(
+                "the model has too few pieces for so many stages",
+                found=f"{counted(count, 'piece')} and cannot fill {counted(stages, 'stage')}",
+                expected="at least one piece for each stage",
+                remedy="use fewer ranks or chunks, or more layers; --pipe sets the ranks of a "
+                "pipeline, and the others train replicas",
             )
 
     def sample_bytes(self, rows: int, dtype: str) -> Shape:
@@ -352,12 +353,19 @@ class Task:
 
     def description(self, place: str) -> str:
         """Return what is trained, in a line; `place` is what computes: CPUs or GPUs."""
-        count = parameters_of(self.outline)
-        trained = sum(entry.size for entry in self.trained().values())
-        part = ""
+        return f"{type(self).__name__}: {self.parameters_in_words()} on {place}"
+
+    def parameters_in_words(self) -> str:
+        """Return how many parameters there are, and how many are trained if not all of them."""
+        count = count_once(declared(self.outline))
+        entries = self.trained()
+        trained = count_once(entries)
+        if any(map(nn.is_adapter, entries)):
+            adapters = f"and {trained:,} of adapters, which alone are trained"
+            return f"{count - trained:,} parameters {adapters}"
         if trained != count:
-            part = f" of which {trained:,} are trained"
-        return f"{type(self).__name__}: {count:,} parameters{part} on {place}"
+            return f"{count:,} parameters of which {trained:,} are trained"
+        return f"{count:,} parameters"
 
     def beginning(self) -> str:
         """Return where the weights come from at the begin; "" where they are drawn."""
@@ -366,10 +374,6 @@ class Task:
     def derived(self, loss: float | None, validation: float | None) -> Values:
         """Return further fields of a record, from the losses."""
         return {}
-
-    def summary(self, record: Named) -> str:
-        """Return what the last line says besides, from the facts of the last record."""
-        return ""
 
     def save(self, out: Path, plan: LayerPlan, stages: Stages, mesh: Mesh, step: int) -> None:
         """Write the model at the end; collective.
@@ -402,13 +406,3 @@ class Task:
             As they were in the training. The text of rank 0 counts.
         """
         return ""
-
-
-def too_few_pieces(pieces: str, stages: int, remedy: str) -> ConfigError:
-    """Make the error for a model that cannot be cut into this number of stages."""
-    return ConfigError(
-        "the model has too few pieces for so many stages",
-        found=f"{pieces} and cannot fill {counted(stages, 'stage')}",
-        expected="at least one piece for each stage",
-        remedy=remedy,
-    )

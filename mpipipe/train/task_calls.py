@@ -23,7 +23,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -34,7 +33,7 @@ from mpipipe.arrays import Tree
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError, DataError, MpipipeError, PeerError
 from mpipipe.even_split import even_split
-from mpipipe.job import RankGroup, ThreadTask, group_of, wait_locally
+from mpipipe.job import RankGroup, ThreadTask, group_of, users_frame, wait_locally
 from mpipipe.pipeline import Loss
 from mpipipe.planning import LayerPlan, name_ends
 from mpipipe.train.config import TaskConfig
@@ -89,17 +88,18 @@ def call(
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{place_of(task, method)}{when} raised {type(error).__name__}: {error}",
-            found=line_of(error, "" if task.file is None else str(task.file.path)),
+            found=line_of(error),
         ) from error
 
 
-def line_of(error: BaseException, file: str) -> str | None:
-    """Return the last line of a file in a traceback, in words, or the last one at all."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]
-    lines = [frame for frame in frames if frame.filename == file] or frames
-    if lines:
-        return f"line {lines[-1].lineno} of {lines[-1].filename}: {lines[-1].line}"
-    return None
+def line_of(error: BaseException) -> str | None:
+    """Return the innermost line of code of the user in a traceback, in words, or the last one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    # The first one is that of the caller here.
+    if len(frames) < 2:
+        return None
+    frame = users_frame(frames) or frames[-1]
+    return f"line {frame.lineno} of {frame.filename}: {frame.line}"
 
 
 def _is_function(value: Any) -> bool:
@@ -390,17 +390,13 @@ def as_batch(tree: Tree, what: str, dtype: np.dtype, rows: range | None) -> Tree
 
 @dataclass(eq=False)
 class Reader:
-    """Reads the rows of this replica.
-
-    `waited` are the seconds in which the last call waited for them.
-    """
+    """Reads the rows of this replica."""
 
     task: Task
     shard: Shard
     plan: LayerPlan
     mesh: Mesh
     steps: int
-    waited = 0.0
     # The batch of the next step, where a thread reads it.
     ahead: ThreadTask[Reading] | None = None
 
@@ -426,7 +422,6 @@ class Reader:
         """Return the inputs and targets of this rank that a method gives, if it needs some."""
         if not self.reads:
             return None, None
-        start = perf_counter()
         ahead = self.ahead
         if method == "batch" and ahead is not None:
             self.ahead = None
@@ -436,7 +431,6 @@ class Reader:
             inputs, targets, more = ahead.result
         else:
             inputs, targets, more = self._read(method, number)
-        self.waited = perf_counter() - start
         if more is not None:
             call(self.task, "begin", more)
         return inputs, targets

@@ -7,7 +7,6 @@ import importlib
 import linecache
 import os
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -128,16 +127,12 @@ def imported(path: Path, code: bytes) -> ModuleType:
     try:
         exec(compile(code, file_name, "exec"), vars(module))
     except (Exception, SystemExit) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == file_name]
-        if isinstance(error, SyntaxError):
-            lines.append(error.lineno)
         remedy = f"`python {path.name}` shows the same"
         if isinstance(error, ImportError):
             remedy += "; modules next to it are found, if it was not copied away"
         raise ConfigError(
             f"the file of the task does not import: {type(error).__name__}: {error}",
-            found=f"line {lines[-1]} of {path}" if lines else file_name,
+            found=line_of(error) or file_name,
             remedy=remedy,
         ) from error
     return module
@@ -206,7 +201,7 @@ def made(kind: type[Task], path: Path, values: Sequence[str]) -> Task:
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{kind.__name__}() in {path.name} raised {type(error).__name__}: {error}",
-            found=line_of(error, str(path)) or str(path),
+            found=line_of(error) or str(path),
             expected="a class that is made without arguments",
         ) from error
     return task

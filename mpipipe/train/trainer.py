@@ -112,11 +112,10 @@ class Trainer:
             out / output_folder.CHECKPOINTS, mesh, stages, self.optimizer, keep=config.keep
         )
         self.record = Record(0)
-        # Since the last record and in all: steps, and seconds in them by the host's clock, busy
-        # and elapsed as the pipeline measured.
-        self.times = np.zeros((2, 4))
-        # Busy and elapsed seconds of the pipeline that are in these times.
-        self.measured = np.zeros(2)
+        # Steps, seconds in them by the host's clock, and seconds of waiting for batches.
+        self.spent = np.zeros(3)
+        # What `_times` were at the last record.
+        self.recorded = np.zeros(4)
 
     def begin(self, start: checkpoint.Checkpoint | None) -> None:
         """Take the state of a checkpoint or a new one, and rehearse the first batches."""
@@ -218,14 +217,15 @@ class Trainer:
             message="ranks make steps with different learning rates",
             remedy="let rate_at depend on the step and the configuration alone",
         )
-        facts = self.speed(self.times[0]) | self.task.derived(loss, None)
+        times = self._times()
+        facts = self.speed(times - self.recorded) | self.task.derived(loss, None)
+        self.recorded = times
         if self.scaler.dynamic:
             facts |= {"loss_scale": self.scaler.scale, "skipped": self.scaler.skipped}
         record = Record(self.done, loss, lr=self.lr, grad_norm=norm, **facts)
         if validates:
             record = self._validated(record)
         self._report(record)
-        self.times[0] = 0
 
     def _report(self, record: Record) -> None:
         with self.group.raise_together("train: whether the folder is still this job's"):
@@ -249,9 +249,8 @@ class Trainer:
             sample = task.sample(plan, self.pipeline, self.mesh, self.reader.shard) or self._shown()
         if sample:
             self.reporter.say(sample)
-        record = replace(record, **self.speed(self.times[1]))
-        line = f"steps={record.step}{summary(record, task.unit)}{task.summary(record.facts())}"
-        self.reporter.say(f"mpipipe: ok {line}")
+        record = replace(record, **self.speed(self._times()))
+        self.reporter.say(f"mpipipe: ok steps={record.step}{summary(record, task.unit)}")
         return record
 
     def _state(self) -> Values:
@@ -307,12 +306,13 @@ class Trainer:
         """Make one step. On a GPU with the whole model it is under way when this returns."""
         config = self.config
         start = perf_counter()
-        made = self.times[1, 0]
+        made = self.spent[0]
         if self.trace is not None and (made == 1 or (made == 0 and step + 1 == config.steps)):
             self.recording = Recording(self.pipeline, self.mesh.comm)
         # Where a trace is recorded, parts of the step are marked in it.
         with getattr(self.recording, "reading", nullcontext)():
             batch = self.reader.batch(step)
+        waited = perf_counter() - start
         self.lr = rate_of(self.task, step, config)
         scaler = self.scaler
         self.result = self.pipeline.step(*batch, scale=scaler.scale)
@@ -324,7 +324,7 @@ class Trainer:
                 self.norm_of_step = optim.scaled_step(
                     optimizer, scaler, config.clip, lr=self.lr, over=self.norm
                 )
-        self.times += 1, perf_counter() - start, 0, self.reader.waited
+        self.spent += 1, perf_counter() - start, waited
 
     def _write_trace(self) -> None:
         """Write the trace of the steps recorded so far, if there are any; collective."""
@@ -359,11 +359,14 @@ class Trainer:
         norm = None
         if self.norm_of_step is not None:
             norm = float(self.norm_of_step)
-        measured = np.array(self.pipeline.training_seconds)
-        self.times[:, 2:] += measured - self.measured
-        self.measured = measured
-        self.times[:, 1] += perf_counter() - start
+        self.spent[1] += perf_counter() - start
         return loss, norm
+
+    def _times(self) -> arrays.Array:
+        """Return steps and seconds so far, and of these busy and elapsed ones of the pipeline."""
+        steps, seconds, waited = self.spent
+        busy, elapsed = self.pipeline.training_seconds
+        return np.array([steps, seconds, busy, elapsed + waited])
 
     @contextmanager
     def _as_replicas(self) -> Iterator[None]:

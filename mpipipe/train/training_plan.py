@@ -253,9 +253,6 @@ class MemoryEstimate:
     problem: planning.PlanningProblem
     plan: planning.LayerPlan
     ranks: list[planning.RankBytes]
-    # Of all ranks, and of parameters, each tied one once.
-    count: int
-    parameters: int
 
 
 def estimate_task(
@@ -292,15 +289,6 @@ def estimate_task(
             of_ranks = planning.rank_bytes(
                 measured, plan, recompute=config.recompute, copied=task.copies, shares=shares
             )
-        problem = measured.problem
-        return MemoryEstimate(
-            config,
-            task,
-            problem,
-            plan,
-            of_ranks,
-            count=ranks,
-            parameters=planning.count_once(planning.declared(problem.layers)),
-        )
+        return MemoryEstimate(config, task, measured.problem, plan, of_ranks)
 
     return inprocess.run(1, work)[0]

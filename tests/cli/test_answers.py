@@ -13,23 +13,24 @@ PROMPTS = Prompts([[97], [98, 99]], ["a", "bc"])
 ANSWERS = [Answer(0, 0, [97], [120, 122], ended="count"), Answer(1, 1, [98, 99], [121, 0], ended="stop")]
 
 
-def test_texts_are_printed_in_order_without_the_stop_token(capsys):
-    show = printed(PROMPTS, Bytes())
-    for answer in ANSWERS:
+ONE = Prompts([[97]], ["a"]), [Answer(0, 0, [97], [0xC3, 0xBC, 27, 0], ended="stop")]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "answers", "tokenizer", "text"),
+    [
+        # in their order, without the stop token; ids with all tokens
+        (PROMPTS, ANSWERS, Bytes(), "--- prompt 0\naxz\n--- prompt 1\nbcy\n"),
+        (PROMPTS, ANSWERS, None, "mpipipe: tokens 97,120,122\nmpipipe: tokens 98,99,121,0\n"),
+        # one prompt has no heading, and no text can harm a terminal
+        (*ONE, Bytes(), "a\u00fc\ufffd\n"),
+    ],
+)
+def test_answers_are_printed(capsys, prompts, answers, tokenizer, text):
+    show = printed(prompts, tokenizer)
+    for answer in answers:
         show(answer)
-    assert capsys.readouterr().out == "--- prompt 0\naxz\n--- prompt 1\nbcy\n"
-
-
-def test_ids_are_printed_with_all_tokens(capsys):
-    show = printed(Prompts(PROMPTS.tokens, [None, None]), None)
-    for answer in ANSWERS:
-        show(answer)
-    assert capsys.readouterr().out == "mpipipe: tokens 97,120,122\nmpipipe: tokens 98,99,121,0\n"
-
-
-def test_text_of_one_prompt_has_no_heading_and_cannot_harm_a_terminal(capsys):
-    printed(Prompts([[97]], ["a"]), Bytes())(Answer(0, 0, [97], [0xC3, 0xBC, 27, 0], ended="stop"))
-    assert capsys.readouterr().out == "a\u00fc\ufffd\n"
+    assert capsys.readouterr().out == text
 
 
 def test_lines_of_json_appear_as_a_whole(tmp_path):

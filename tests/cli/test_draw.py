@@ -10,6 +10,7 @@ from mpipipe.job import settings
 pytest.importorskip("matplotlib")
 
 TWO = ["--ranks", "2", "--microbatches", "3"]
+GPIPE = ["--schedule", "gpipe", *TWO]
 
 
 @pytest.fixture
@@ -18,14 +19,6 @@ def draw(monkeypatch, tmp_path):
     monkeypatch.setattr(settings, "launcher_size", lambda environment: None)
     monkeypatch.chdir(tmp_path)
     return lambda *arguments: invoke("draw", *arguments)
-
-
-def test_a_job_of_one_process_draws(launch, tmp_path):
-    out = tmp_path / "a.png"
-    command = ["-m", "mpipipe", "draw", "timeline", "--schedule", "gpipe", *TWO, "--out", str(out)]
-    job = launch(0, command, env={"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"})
-    assert (job.returncode, job.stdout) == (0, f"mpipipe: drawn into {out}\n"), job.stderr
-    assert out.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_timeline_has_the_costs_that_were_given(draw):
@@ -41,38 +34,29 @@ def test_an_order_is_drawn_from_its_file(draw, tmp_path, what):
     done = draw(what, "--schedule", "order.CSV", "--forward", "1,2", "--out", "a.svg")
     assert done.code == 0, done.report
     assert texts("a.svg")[0].words.startswith("csv: 2 ranks, 3 micro-batches")
+    assert draw(what, "--schedule", "order.CSV", "--out", "a.png").code == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        (["order.csv", "--ranks", "2"], "--ranks does not go with a file"),
-        (["order.csv"], "order.csv: slot 0: B before its forward"),
-        (["absent.csv"], "the order of the schedule cannot be read: No such file"),
-        (["gpipe", "--ranks", "2"], "a schedule has no sizes of its own"),
+        (["--schedule", "order.csv", "--ranks", "2"], "--ranks does not go with --schedule order.csv"),
+        (["--schedule", "order.csv"], "order.csv: slot 0: B before its forward"),
+        (["--schedule", "absent.csv"], "the order of the schedule cannot be read: No such file"),
+        ([*GPIPE, "--out", "a.pdf"], "ends in .png or .svg"),
+        ([*GPIPE, "--out", "absent/a.svg"], "there is no such folder"),
+        ([*GPIPE, "--forward", "-1"], "the cost forward does not fit"),
+        ([*GPIPE, "--transfer", "1,2,3"], "the cost transfer does not fit"),
+        ([*GPIPE, "--weight-grad", "much"], "--weight-grad is no list of numbers"),
     ],
 )
-def test_a_file_or_sizes_that_cannot_be_drawn_are_refused(draw, tmp_path, words, match):
+def test_what_cannot_be_drawn_is_one_report_and_no_file(draw, tmp_path, words, match):
     (tmp_path / "order.csv").write_text("0B0,0F0")
-    done = draw("timeline", "--out", "a.svg", "--schedule", *words)
-    assert done.code == 2 and match in done.report
-
-
-@pytest.mark.parametrize(
-    "change, match",
-    [
-        (["--out", "a.pdf"], "ends in .png or .svg"),
-        (["--out", "absent/a.svg"], "there is no such folder"),
-        (["--forward", "-1"], "the cost forward does not fit"),
-        (["--transfer", "1,2,3"], "the cost transfer does not fit"),
-        (["--weight-grad", "much"], "--weight-grad is no list of numbers"),
-    ],
-)
-def test_what_cannot_be_drawn_is_one_report_and_no_file(draw, change, match, tmp_path):
-    done = draw("timeline", "--schedule", "gpipe", *TWO, "--out", "a.svg", *change)
+    done = draw("timeline", "--out", "a.svg", *words)
     assert (done.code, match in done.report) == (2, True), done.report
     assert done.report.startswith("mpipipe: stopped:\n")
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["order.csv"]
 
 
 def test_a_file_that_exists_stays(draw, tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import huggingface_reference as theirs
-from support.small_training import config_in, records
+from support.small_training import config_fixture, records
 
 from mpipipe import Mesh, nn
 from mpipipe.attention import Local
@@ -19,19 +19,14 @@ from mpipipe.train import TrainConfig, train
 pytestmark = pytest.mark.few
 
 
-@pytest.fixture
-def config(comm, mpi_tmp_path):
-    if comm is None:
-        return None
-    return config_in(mpi_tmp_path, comm, steps=4, eval_every=2, dtype="float64", pipe=comm.size)
+config = config_fixture(in_pipe=True, steps=4, eval_every=2, dtype="float64")
 
 
 def close_records(found, expected):
     for one, other in zip(records(found), records(expected), strict=True):
-        for key in ("loss", "validation", "grad_norm"):
-            assert (key in one) == (key in other)
-            if one.get(key) is not None:
-                np.testing.assert_allclose(one[key], other[key], rtol=1e-9, err_msg=f"{key} of step {one['step']}")
+        assert one.keys() == other.keys()
+        for key in {"loss", "validation", "grad_norm"} & {*one}:
+            np.testing.assert_allclose(one[key], other[key], rtol=1e-9, err_msg=f"{key} of step {one['step']}")
 
 
 def parameters(folder):
@@ -59,10 +54,8 @@ def test_a_training_has_the_losses_of_the_whole_head(comm, config, capsys, tied)
         sliced = config(name, tied=tied, sample_bytes=12, save_every=2, **keys)
         train(sliced, GPT, comm)
         close_records(sliced, whole)
-        assert (
-            capsys.readouterr().out.partition("--- sample")[2].splitlines()[:3]
-            == (said.partition("--- sample")[2].splitlines()[:3])
-        )
+        found = capsys.readouterr().out
+        assert found.partition("--- sample")[2].splitlines()[:3] == said.partition("--- sample")[2].splitlines()[:3]
     last, saved = records(config("slices"))[-1], Path(config("slices").out, "checkpoints", "step-00000002")
     assert last["step"] == 4
     again = config("again", tied=tied, head_slices=3, resume=str(saved))
@@ -102,11 +95,8 @@ def test_folders_have_the_whole_head_and_are_cut_where_they_are_read(comm, confi
                 losses.append(evaluator.run(tokens, 16, count_windows(tokens, 16)).loss)
     assert losses[0] > 0 and losses[1] == pytest.approx(losses[0], rel=1e-9)
     validations = []
-    for name, options in {
-        "one": dict(head_slices=None), "other": dict(head_slices=3), "more": dict(head_slices=5),
-    }.items():  # fmt: skip
-        given = {key: value for key, value in options.items() if value}
-        begun = small(config, f"from {name}", folders[1], **given)
+    for name, options in {"one": {}, "other": dict(head_slices=3), "more": dict(head_slices=5)}.items():
+        begun = small(config, f"from {name}", folders[1], **options)
         train(begun, GPT, comm)
         validations.append([line["validation"] for line in records(begun) if "validation" in line])
     np.testing.assert_allclose(validations[1:], [validations[0]] * 2, rtol=1e-9)
@@ -118,9 +108,10 @@ def test_folders_have_the_whole_head_and_are_cut_where_they_are_read(comm, confi
 
 def small(config, name, folder, **keys):
     """A training that begins from a folder, which has the sizes."""
-    sizes = {key: value for key, value in vars(config(name)).items() if key in ("data", "out", "seq_len", "batch")}
+    usual = config(name)
+    sizes = dict(data=usual.data, out=usual.out, seq_len=usual.seq_len, batch=usual.batch, pipe=usual.pipe)
     more = dict(steps=2, eval_every=1, eval_batches=1, sample_bytes=0, device="cpu", dtype="float64", microbatches=2)
-    return TrainConfig(**{**sizes, **more, "pipe": config(name).pipe, "from_": str(folder), **keys})
+    return TrainConfig(**{**sizes, **more, "from_": str(folder), **keys})
 
 
 def test_what_cannot_be_cut_is_an_error():

@@ -1,6 +1,5 @@
 """Trainings on tokens: what is read, attention within documents, epochs, resumes, and data that do not fit."""
 
-import json
 import math
 import shutil
 from functools import partial
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.small_training import config_in, records
 from support.token_files import random_documents, write_tokens
 from support.tolerance import close, largest
 from support.training_tolerance import curve, path
@@ -24,12 +24,11 @@ from mpipipe.language.data.windows import segments, shuffled
 from mpipipe.language.models import GPT
 from mpipipe.language.models.model_folder import open_model
 from mpipipe.language.packing import PackedAttend, Packing
-from mpipipe.train import TrainConfig, train
+from mpipipe.train import train
 
 pytestmark = pytest.mark.few
 VOCAB = 37
 SMALL = GPT(vocab=VOCAB, dim=16, layers=2, heads=2, hidden=32, seq_len=16)  # what `config` trains, with batches of 8
-TIMES = ("tokens_per_second", "bubble", "predicted", "time", "seconds")
 
 
 @pytest.fixture
@@ -46,23 +45,12 @@ def tokens(comm, mpi_tmp_path):
 
 
 @pytest.fixture
-def config(tokens, mpi_tmp_path):
+def config(comm, tokens, mpi_tmp_path):
     """config(name, **keys): a small training in the folder `name`."""
-
-    def make(name="run", **keys):
-        small = dict(
-            data=[str(tokens)], out=str(mpi_tmp_path / name), dim=16, layers=2, heads=2, hidden=32, seq_len=16, batch=8,
-            microbatches=2, steps=4, warmup=2, lr=1e-2, log_every=1, eval_every=2, eval_batches=2, sample_bytes=0,
-            device="cpu", dtype="float64",
-        )  # fmt: skip
-        return TrainConfig(**{**small, **keys})
-
-    return make
-
-
-def metrics(config):
-    lines = [json.loads(line) for line in Path(config.out, "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+    if comm is None:
+        return None
+    keys = dict(data=[str(tokens)], steps=4, eval_every=2, eval_batches=2, dtype="float64")
+    return config_in(mpi_tmp_path, comm, **keys)
 
 
 def close_curves(found, expected):
@@ -97,7 +85,7 @@ def test_the_loss_of_packed_documents_is_that_of_each_alone(comm, config, tokens
         inside = [] if packing == "none" else [p - start for p in text.starts(start + 1, start + 16)]
         pieces.append(list(zip([0, *inside], [*inside, 16])))
     assert packing == "none" or max(map(len, pieces)) > 2
-    close(metrics(chosen)[0]["validation"], loss_of(rows, pieces), path(SMALL, 16 * SMALL.seq_len))
+    close(records(chosen)[0]["validation"], loss_of(rows, pieces), path(SMALL, 16 * SMALL.seq_len))
 
 
 def test_packing_without_documents_is_a_warning(comm, config, capsys):
@@ -146,12 +134,12 @@ def test_packed_trainings_of_all_cuts_agree_to_rounding(comm, config):
     for number, cut in enumerate(cuts if comm.size > 1 else cuts[:2]):
         chosen = config(str(number), packing="segments", **cut)
         train(chosen, GPT, comm)
-        found.append(metrics(chosen))
+        found.append(records(chosen))
     for other in found[1:]:
         close_curves(other, found[0])
     plain = config("plain")
     train(plain, GPT, comm)
-    assert abs(metrics(plain)[1]["loss"] - found[0][1]["loss"]) > 1e-4
+    assert abs(records(plain)[1]["loss"] - found[0][1]["loss"]) > 1e-4
 
 
 @pytest.mark.parametrize("keys", [dict(packing="segments", order="epoch"), dict(order="epoch", dtype="float32")])
@@ -165,13 +153,13 @@ def test_a_training_on_tokens_goes_on_bit_by_bit(comm, config, tokens, keys):
     begin = str(Path(whole.out, "checkpoints", "step-00000002"))
     rest = config("rest", steps=6, resume=begin, **keys)
     train(rest, GPT, comm)
-    assert metrics(rest) == [line for line in metrics(whole) if line["step"] > 2]
+    assert records(rest) == [line for line in records(whole) if line["step"] > 2]
 
 
 def test_losses_count_in_bits_per_byte_and_the_sample_in_ids(comm, config, tokens, capsys):
     chosen = config(sample_bytes=5)
     train(chosen, GPT, comm)
-    source, lines = data.find([tokens]).open(16), metrics(chosen)
+    source, lines = data.find([tokens]).open(16), records(chosen)
     per_byte = [len(text) / text.nbytes / math.log(2) for text in (source.train, source.validation)]
     assert "bits_per_byte" not in lines[0]
     for line in lines[1:]:
@@ -193,7 +181,7 @@ def test_a_source_of_the_users_own_gives_the_training_of_its_file(comm, config, 
     source = data.find([tokens]).open(16)
     ids = [text.read(0, len(text)) for text in (source.train, source.validation)]
     train(config("own", data=[]), GPT, comm, data=data.Source.of_arrays(*ids, vocab=VOCAB))
-    found, expected = metrics(config("own")), metrics(config("file"))
+    found, expected = records(config("own")), records(config("file"))
     for line in expected:
         line.pop("bits_per_byte", None), line.pop("validation_bits_per_byte", None)  # an array has no bytes
     assert found == expected

@@ -82,7 +82,7 @@ def test_parameters_gradients_and_moments_are_those_of_the_layers():
     config = TrainConfig(**SIZES)
     found = estimate(config, GPT, 3)
     assert (found.problem.ranks, found.problem.replicas, found.problem.seq) == (3, 1, 1)
-    assert sum(rank.count for rank in found.ranks) == found.parameters
+    assert sum(rank.count for rank in found.ranks) == found.task.model.parameters
     for rank in found.ranks:
         assert rank.parameters == rank.gradients == 4 * rank.count and rank.moments == 8 * rank.count
     narrow = estimate(TrainConfig(**SIZES, dtype="bfloat16", optimizer="sgd"), GPT, 3)

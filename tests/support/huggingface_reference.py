@@ -5,7 +5,7 @@ of a head turned against each other (`turned`), separate projections, and matric
 """
 
 import json
-from math import log, pi
+from math import pi
 from types import SimpleNamespace
 
 import numpy as np
@@ -200,9 +200,6 @@ def _angles(c, positions):
     if kind == "default":
         return positions[:, None] * frequencies(size, base)[0], 1.0
     amplitude = scaling.get("attention_factor")
-    if amplitude is None and scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        one, other = (0.1 * scaling[key] * log(scaling["factor"]) + 1 for key in ("mscale", "mscale_all_dim"))
-        amplitude = one / other
     named = SimpleNamespace(
         **{key: scaling.get(key) for key in ("factor", "low_freq_factor", "high_freq_factor")},
         kind=kind,

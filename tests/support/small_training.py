@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from mpipipe.language import TextTask
 from mpipipe.language.models import GPT
@@ -32,6 +33,18 @@ def config_in(folder, comm=None, **always):
     return make
 
 
+def config_fixture(in_pipe=False, **always):
+    """A fixture: config_in for a small training of all ranks of a test, in one pipeline if so asked."""
+
+    @pytest.fixture
+    def config(comm, mpi_tmp_path):
+        if comm is None:
+            return None
+        return config_in(mpi_tmp_path, comm, **always, **({"pipe": comm.size} if in_pipe else {}))
+
+    return config
+
+
 def estimate(config, architecture, ranks):
     """What a training of text would be on so many ranks."""
 
@@ -42,9 +55,10 @@ def estimate(config, architecture, ranks):
     return estimate_task(make, ranks)
 
 
-def metrics(config):
-    """What is in metrics.jsonl, a dict for each line."""
-    return [json.loads(line) for line in Path(config.out, "metrics.jsonl").read_text().splitlines()]
+def metrics(run):
+    """What is in metrics.jsonl of a configuration or a folder, a dict for each line."""
+    path = Path(getattr(run, "out", run), "metrics.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def records(config):

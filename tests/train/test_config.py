@@ -93,10 +93,9 @@ def test_an_unknown_key_or_flag_comes_with_what_may_have_been_meant(toml, text, 
 
 
 def test_files_that_are_missing_or_not_toml_are_refused(toml, tmp_path):
-    with pytest.raises(ConfigError, match="cannot be read"):
-        TrainConfig.load(str(tmp_path / "absent.toml"))
-    with pytest.raises(ConfigError, match="not TOML"):
-        TrainConfig.load(toml("steps: 3"))
+    for path, match in ((str(tmp_path / "absent.toml"), "cannot be read"), (toml("steps: 3"), "not TOML")):
+        with pytest.raises(ConfigError, match=match):
+            TrainConfig.load(path)
 
 
 def test_what_has_no_option_here_is_none():

@@ -1,10 +1,10 @@
 """The tasks of docs/tasks: the same numbers on any mesh, and models that learn what they are to learn."""
 
-import json
 import runpy
 
 import pytest
 from support.launch import ROOT
+from support.small_training import metrics
 
 from mpipipe.errors import DataError
 from mpipipe.job import inprocess
@@ -45,11 +45,7 @@ def train_on(comm, name, out, values, **keys):
 
 def trained(name, ranks, out, values, **keys):
     inprocess.run(ranks, lambda comm: train_on(comm, name, out, values, **keys))
-    return records(out)
-
-
-def records(out):
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return metrics(out)
 
 
 def numbers(found):
@@ -67,20 +63,15 @@ def test_any_mesh_gives_the_numbers_of_one_rank(tmp_path, capsys, name, small):
 
 
 @pytest.mark.parametrize(
-    ("values", "damaged", "error"),
-    [
-        ((), lambda content: content[:-100], r"row 0 is not in \S*weather.h5: .*truncated"),
-        ((), lambda content: b"", r"row 0 is not in \S*weather.h5: "),
-        (("members=64",), bytes, r"row \d is not in \S*weather.h5: .*out of range"),
-    ],
-    ids=["cut off", "empty", "too few members"],
+    ("members", "size", "error"), [(8, -100, ".*truncated"), (8, 0, ""), (64, None, ".*out of range")]
 )
-def test_a_file_that_ends_early_is_one_error_on_all_ranks(tmp_path, weather, values, damaged, error):
-    (tmp_path / "weather.h5").write_bytes(damaged(weather.read_bytes()))
-    given = (*SMALL["weather"], *values, f"data={tmp_path / 'weather.h5'}")
+def test_a_file_that_ends_early_is_one_error_on_all_ranks(tmp_path, weather, members, size, error):
+    (tmp_path / "weather.h5").write_bytes(weather.read_bytes()[:size])
+    given = (*SMALL["weather"], f"members={members}", f"data={tmp_path / 'weather.h5'}")
+    error = rf"Weather.batch in weather.py\(step=0, rows=\d..\d\): row \d is not in \S*weather.h5: {error}"
 
     def on_each_rank(comm):
-        with pytest.raises(DataError, match=rf"Weather.batch in weather.py\(step=0, rows=\d..\d\): {error}") as caught:
+        with pytest.raises(DataError, match=error) as caught:
             train_on(comm, "weather", tmp_path / "run", given, pipe=2, seq=2)
         return str(caught.value)
 

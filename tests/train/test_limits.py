@@ -6,7 +6,6 @@ import pytest
 from support.text_plan import text_plan
 
 from mpipipe import Mesh, planning, schedules
-from mpipipe.attention import Local
 from mpipipe.errors import ConfigError, MpipipeError
 from mpipipe.job import inprocess
 from mpipipe.language.inference.generation import build_decoder, check_decoding
@@ -63,14 +62,9 @@ def test_a_model_that_just_fits_is_not_refused(monkeypatch):
         planning.check_training(problem, plan, rank, "cuda", sample=sample, message=message)
 
 
-@pytest.mark.parametrize("options", [
-    dict(head_dim=64, kv_heads=1, windows=(3, None)),
-    dict(positions="learned", max_positions=5000, qk_norm=True, qkv_bias=True, feed_forward="gelu"),
-])  # fmt: skip
-def test_every_array_of_a_description_is_counted(options, monkeypatch):
-    model = GPT(dim=16, layers=2, heads=2, seq_len=8, **options)
+def test_every_array_of_a_decoder_is_counted(monkeypatch):
+    model = GPT(dim=16, layers=2, heads=2, seq_len=8, head_dim=64, kv_heads=1, windows=(3, None))
     plan = LayerPlan(schedules.forward_only(1, 1, 1), [(0, 6)], rows=4)
-    assert planning.parameters_of(model.build(Local())) == model.parameters
     caches = 2 * 2 * model.kv_heads * model.head_dim * 100 * 4  # keys and values of both blocks in float32
 
     def build(room):

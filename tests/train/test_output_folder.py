@@ -1,20 +1,22 @@
 """One output folder for all ranks, whatever their working folders, and never one that a rank cannot see."""
 
-import errno
+import json
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from support.small_training import config_in
+from support.small_training import config_fixture, config_in, records
 
 from mpipipe import files
-from mpipipe.checkpoint import owner
 from mpipipe.errors import ConfigError, OwnerError, StorageError
 from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
-from mpipipe.train import output_folder, train
+from mpipipe.train import Task, TrainConfig, output_folder, train
+from mpipipe.train.config import read_keys
 from mpipipe.train.trainer import Trainer
 
 
@@ -27,9 +29,7 @@ def own_folder(comm, mpi_tmp_path, monkeypatch):
     return folder
 
 
-@pytest.fixture
-def config(comm, mpi_tmp_path):
-    return config_in(mpi_tmp_path, comm, steps=2, pipe=comm.size, log_every=10)
+config = config_fixture(in_pipe=True, steps=2, log_every=10)
 
 
 def test_a_relative_folder_and_the_default_are_those_of_rank_0(comm, own_folder, config, capsys):
@@ -101,16 +101,6 @@ def test_nothing_is_written_through_links(comm, mpi_tmp_path, config):
             shutil.rmtree(out)
 
 
-def test_a_training_that_is_refused_leaves_no_folder_and_nothing_is_in_a_new_one(comm, mpi_tmp_path, config):
-    with pytest.raises(ConfigError):
-        train(config(out=str(mpi_tmp_path / "a"), pipe=1, batch=7, microbatches=100), GPT, comm)
-    comm.Barrier()
-    assert not (mpi_tmp_path / "a").exists()
-    output_folder.make_folder(mpi_tmp_path / "run", comm)
-    comm.Barrier()
-    assert os.listdir(mpi_tmp_path / "run") == []
-
-
 def test_a_working_folder_that_is_gone_is_refused_on_every_rank(comm, own_folder):
     if comm.rank == 0:
         own_folder.rmdir()
@@ -130,16 +120,47 @@ def test_a_folder_that_each_rank_has_for_itself_is_refused_before_training(comm,
     assert comm.rank > 0 or not (own_folder / "run").exists()
 
 
-def test_a_process_that_can_open_no_more_files_does_not_blame_the_folder(tmp_path, monkeypatch):
-    """The file that cannot be written then says so."""
+# -- a run folder explains itself: what it holds makes the same numbers again ------------------------------------------
 
-    def refuse(*_):
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(tmp_path))
 
-    def job(comm):
-        monkeypatch.setattr(owner, "read", refuse)
-        kept = owner.Owner(tmp_path, "token")
-        output_folder.make_folder(tmp_path, comm)
-        kept.release()
+def trained(ranks, config):
+    inprocess.run(ranks, lambda comm: train(config, GPT, comm))
+    return records(config)
 
-    inprocess.run(1, job)
+
+def test_the_saved_configuration_gives_bit_equal_metrics(tmp_path, monkeypatch):
+    """From another working folder, with all that was left open."""
+    monkeypatch.chdir(tmp_path)
+    small = dict(data=["text.txt"], out="first", steps=4, device="auto", microbatches=None)
+    first = trained(2, config_in(tmp_path)(**small, seed=3, lr=0.1 + 0.2, dropout=0.25))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    again = TrainConfig.load("../first/config.toml", out="second")
+    assert trained(2, again) == first and len(first) == 5
+    assert (again.device, again.pipe, again.microbatches, again.vocab) == ("cpu", 2, 8, 256)
+    assert again.data == (str(tmp_path / "text.txt"),)
+    assert read_keys(Path("second/config.toml")) == read_keys(tmp_path / "first/config.toml")
+
+
+def test_the_folder_says_where_it_was_trained_what_was_shown_and_has_the_metrics_that_were_asked_for(tmp_path, capfd):
+    pytest.importorskip("tensorboardX")
+    config = config_in(tmp_path)("out", steps=4, tensorboard=True)
+    trained(2, config)
+    environment = json.loads((tmp_path / "out/environment.json").read_text())
+    assert environment["ranks"] == 2 and environment["packages"]["numpy"] == np.__version__
+    assert (tmp_path / "out/train.log").read_text() == capfd.readouterr().out
+    assert list((tmp_path / "out/tensorboard").iterdir())
+
+
+def test_values_come_back_from_the_file_as_they_were(tmp_path):
+    odd = 'a "quoted" \\ path\x7f\n\t\u00fc\U0001f600'
+    keys = {"text": odd, "list": ("a", odd), "no": False, "count": 2**62, "small": 1e-300, "large": float("inf")}
+    output_folder.write(tmp_path, keys, {"ranks": 1}, SimpleNamespace(handed_over="abc\u00fc", file=None))
+    found = read_keys(tmp_path / "config.toml")
+    assert found == {**keys, "list": list(keys["list"])}
+    assert "abc\u00fc" in (tmp_path / "config.toml").read_text()
+    # a path that is no text is written as it is
+    output_folder.write(tmp_path, {"data": (os.fsdecode(b"/data/\xff"),)}, {"ranks": 1}, Task())
+    assert b'data = ["/data/\xff"]' in (tmp_path / "config.toml").read_bytes()
+    with pytest.raises(ConfigError, match="not TOML"):
+        read_keys(tmp_path / "config.toml")

@@ -1,20 +1,22 @@
-"""Lines for people and JSON for programs say the same thing."""
+"""Lines for people and JSON for programs say the same thing; neither a full disk nor a library ends a training."""
 
 import io
 import json
+import os
 import re
+import resource
+import struct
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpipipe.train.report import Record, Reporter, bubble_explained, duration, lines_of
-from mpipipe.train.screen import folded
-
-FULL = Record(
-    100_000, 12.3456, 12.5, 1e-3, 1234.567, 1_234_567.8, 0.25, 0.2, loss_scale=2.0**40, skipped=123,
-    bits_per_byte=17.8111, validation_bits_per_byte=18.0337,
-)  # fmt: skip
+from mpipipe.errors import BackendError, ConfigError
+from mpipipe.train import report
+from mpipipe.train.config import read_keys
+from mpipipe.train.report import Record, Reporter, bubble_explained, duration
+from mpipipe.train.screen import JsonLines, folded
 
 
 def clocked(line):
@@ -43,15 +45,6 @@ def test_a_record_is_one_json_object_and_a_line_for_the_step_and_the_validation(
     assert re.search(r"step 11/20  loss 2.0000  scale 32768  skipped 3  \d+s, \d+s left\n", shown)
     assert "[bold]text[/bold] " + "x" * 200 + "\n" in shown
     assert (tmp_path / "train.log").read_text() == shown
-
-
-def test_the_lines_of_a_record_say_all_that_is_known():
-    step, validation = lines_of(FULL, 300_000, "tokens", "12d03h, 120d04h left")
-    assert step == (
-        "step 100000/300000  loss 12.3456  bits/byte 17.8111  lr 1.0e-03  norm 1234.567  1234568 tokens/s  "
-        "scale 1.09951e+12  skipped 123  12d03h, 120d04h left"
-    )
-    assert validation == "step 100000/300000  validation 12.5000  bits/byte 18.0337"
 
 
 @pytest.mark.parametrize(
@@ -120,3 +113,175 @@ def test_the_time_left_counts_only_the_steps_of_this_start(tmp_path, monkeypatch
     assert lines == ["0s", "20s, 1m00s left", "20s, 1m00s left", "20s"]
     seconds = [clocked(line)[1][1] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert seconds == [0.0, 20.0, 0.0, 0.0]
+
+
+# -- TensorBoard gets each number, and cannot end a training ----------------------------------------------------------
+
+
+RECORDS = [Record(0, validation=5.5), Record(1, 0.1 + 0.2), Record(2, 2.0, 2.5)]
+
+
+def write_all(folder, done=None, records=RECORDS):
+    with Reporter(9, folder, io.StringIO(), done=done, tensorboard=True) as reporter:
+        for record in records:
+            reporter.record(record)
+
+
+def events_of(folder):
+    """Yield each event of the event files, by the definition of TFRecord files."""
+    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
+    for path in sorted(folder.glob("tensorboard/events.*")):
+        content, at = path.read_bytes(), 0
+        while at < len(content):
+            (size,) = struct.unpack_from("<Q", content, at)
+            yield event_pb2.Event.FromString(content[at + 12 : at + 12 + size])
+            at += 16 + size
+
+
+def test_tensorboard_gets_each_number_with_its_step_and_time(tmp_path, capsys):
+    pytest.importorskip("tensorboardX")
+    write_all(tmp_path)
+    expected = []
+    for record in map(json.loads, (tmp_path / report.METRICS).read_text().splitlines()):
+        step, time = record.pop("step"), record.pop("time")
+        # its floats have 32 bits
+        expected += [(step, time, name, pytest.approx(value, rel=1e-6)) for name, value in record.items()]
+    events = list(events_of(tmp_path))
+    found = [(event.step, event.wall_time, e.tag, e.simple_value) for event in events for e in event.summary.value]
+    assert len(found) == 7 and found == expected and not any(event.HasField("session_log") for event in events)
+    assert not capsys.readouterr().err
+
+
+def test_a_resumed_training_tells_tensorboard_to_hide_what_came_before_from_its_next_step_on(tmp_path):
+    pytest.importorskip("tensorboardX")
+    write_all(tmp_path)
+    write_all(tmp_path, done=1, records=RECORDS[2:])  # into a file of its own
+    starts = [event for event in events_of(tmp_path) if event.HasField("session_log")]
+    assert [(event.step, event.session_log.status) for event in starts] == [(2, 1)]  # 1: START
+
+
+@pytest.mark.parametrize("at", ["__init__", "add_scalar", "close"])
+def test_a_library_that_fails_is_left_out_with_one_warning(tmp_path, monkeypatch, capsys, at):
+    library = pytest.importorskip("tensorboardX")
+
+    def fail(*_, **__):
+        raise RuntimeError("no room\nand many lines more")
+
+    monkeypatch.setattr(library.SummaryWriter, at, fail)
+    write_all(tmp_path)
+    warning = "mpipipe: no more metrics go to TensorBoard: no room; the training goes on\n"
+    assert capsys.readouterr().err == warning
+    assert (tmp_path / report.LOG).read_text().count(warning) == 1
+
+
+def test_a_missing_library_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(BackendError, match="tensorboardX") as caught:
+        report.check_tensorboard()
+    assert "'.[tensorboard]'" in caught.value.remedy
+
+
+# -- metrics.jsonl over a resume: cut off after the checkpoint, as a whole, and never another program's file ----------
+
+
+LINES = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(5)]
+
+
+@pytest.mark.parametrize("tail", ["", '{"step": 9, "lo', "{"])
+@pytest.mark.parametrize("step", [0, 1, 3, 4, 7])
+def test_records_behind_a_step_and_a_torn_line_are_cut_off_and_nothing_else_is_touched(tmp_path, step, tail):
+    path = tmp_path / report.METRICS
+    path.write_text("".join(LINES) + tail)
+    before = path.stat().st_ino
+    report.cut(tmp_path, step)
+    assert path.read_text() == "".join(LINES[: step + 1] if step else [])
+    assert [file.name for file in tmp_path.iterdir()] == [report.METRICS]
+    if not tail and step >= 4:
+        assert path.stat().st_ino == before  # what needs no cut is not written anew
+    report.cut(tmp_path / "absent", step)
+    assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["precious", "precious\n", "[]\n", '{"loss": 1}\n', '{"step": "1"}\n', '{"step": 1}\n\n', "\xff\n"]
+)
+def test_what_is_no_record_is_refused_with_the_file(tmp_path, text):
+    path = tmp_path / report.METRICS
+    path.write_bytes(text.encode("latin1"))
+    with pytest.raises(ConfigError, match="cannot be used") as caught:
+        report.cut(tmp_path, 3)
+    assert caught.value.found == str(path) and path.read_bytes() == text.encode("latin1")
+
+
+# -- streams and files that cannot be written, and names that are no text ----------------------------------------------
+
+
+@pytest.fixture
+def room():
+    """room(bytes): no file of this process can grow beyond that; None: no limit."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if size is None else size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_lines_that_find_no_room_are_left_out_whole(tmp_path, room, capsys):
+    path = tmp_path / "lines"
+    path.write_text("first\n")
+    with pytest.raises(FileExistsError):
+        JsonLines(path)
+    lines = JsonLines(path, goes_on=True)
+    room(10)
+    for line in ("second", "third"):
+        lines.append(line)
+        assert path.read_text() == "first\n"  # "seco" would be a torn line
+    room(None)
+    lines.append("fourth")
+    assert path.read_text() == "first\nfourth\n"
+    lines.close()
+    assert capsys.readouterr().err.count("cannot be written") == 1
+
+
+def test_a_reporter_without_an_output_still_writes_metrics(tmp_path, monkeypatch, capsys):
+    reader, writer = os.pipe()
+    os.close(reader)
+    closed = io.StringIO()
+    closed.close()
+    for number, stream in enumerate((None, open(writer, "w"), closed)):
+        monkeypatch.setattr(sys, "stdout", stream)
+        (tmp_path / str(number)).mkdir()
+        with Reporter(5, tmp_path / str(number), stream) as reporter:
+            reporter.record(Record(1, loss=1.0))
+            reporter.say("text")
+        record = json.loads((tmp_path / str(number) / "metrics.jsonl").read_text())
+        assert (record["step"], record["loss"]) == (1, 1.0)
+    assert capsys.readouterr().err == ""
+
+
+C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+@pytest.mark.long
+def test_names_that_are_no_text_do_not_end_a_training(launch, tmp_path):
+    """In the C locale no letter outside of ASCII is text."""
+    text, out, plan = (tmp_path / os.fsdecode(name) for name in (b"l\xe4uft.txt", b"\xe4\xff", "größe.toml".encode()))
+    text.write_text("one two three four\n" * 200)
+    plan.write_bytes(
+        b'dim = 16\nlayers = 2\nheads = 2\nhidden = 32\nseq_len = 16\nbatch = 8\nout = "%s"\n' % b"gr\xc3\xbcn"
+    )
+    options = ["--data", text, "--sample-bytes", 4, "--eval-batches", 1, "--log-every", 1, "--save-every", 1]
+    command = ["-m", "mpipipe", "train", "--config", plan, *options, "--out", out]
+    for steps, more in ((2, ["--trace", tmp_path / "spür"]), (3, ["--resume", "auto"])):
+        job = launch(2, [*command, "--steps", steps, *more], env=C_LOCALE)
+        assert job.returncode == 0, job.stderr
+        assert f"mpipipe: ok steps={steps}" in job.stdout and not job.stderr
+        assert any((out / "weights").glob("step-*/manifest.json"))
+
+
+def test_a_name_in_a_configuration_is_that_of_the_command_line(tmp_path, monkeypatch):
+    """In the C locale, too: the file is UTF-8, and the names of files are bytes."""
+    path = tmp_path / "plan.toml"
+    path.write_text('out = "grün"\ndata = ["weiß.txt"]\n', encoding="utf-8")
+    monkeypatch.setattr(os, "fsdecode", lambda name: name.decode("ascii", "surrogateescape"))
+    keys = read_keys(path)
+    assert keys["out"].encode("ascii", "surrogateescape") == "grün".encode()
+    assert keys["data"][0].encode("ascii", "surrogateescape") == "weiß.txt".encode()

@@ -8,38 +8,33 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from support import harness
 from support.damage import SEALED, damages, sealed
+from support.small_training import config_in
 
 from mpipipe import checkpoint
 from mpipipe.errors import ConfigError, MpipipeError
 from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
-from mpipipe.train import TrainConfig, train
+from mpipipe.train import train
 
 NEWEST = "step-00000002"
 KEPT = ("metrics.jsonl", "checkpoints/step-00000001/manifest.json")
 
 
-STATES = st.sampled_from(
-    [("state", name) for name in ("record", "random", "loss_scale", "configuration", "fingerprint")]
-)
-NONSENSE = STATES.flatmap(lambda within: damages(within, ("value",)))
+STATE = st.sampled_from(("record", "random", "loss_scale", "configuration", "fingerprint"))
+NONSENSE = STATE.flatmap(lambda name: damages(("state", name), ("value",)))
 
 
 def go_on(folder):
     """The last record of a training of three steps on two ranks of one process, which goes on where it was."""
-    small = dict(
-        data=(str(folder.parent / "text.txt"),), out=str(folder), dim=8, layers=1, heads=1, hidden=8, seq_len=8,
-        batch=4, microbatches=2, steps=3, log_every=1, eval_batches=1, sample_bytes=0, device="cpu", save_every=1,
-        keep=9, resume="auto",
-    )  # fmt: skip
-    return inprocess.run(2, lambda comm: train(TrainConfig(**small), GPT, comm))[0]
+    config = config_in(folder.parent, dim=8, layers=1, heads=1, hidden=8, seq_len=8, batch=4)
+    chosen = config(folder.name, steps=3, save_every=1, keep=9, resume="auto")
+    return inprocess.run(2, lambda comm: train(chosen, GPT, comm))[0]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """(folder of a training that ended behind its second step, outcome of the one that made a third)"""
     folder = tmp_path_factory.mktemp("run")
-    (folder / "text.txt").write_text("one two three four\n" * 200)
     go_on(folder / "three")
     shutil.copytree(folder / "three", folder / "two")
     for name in ("checkpoints/step-00000003", "weights"):

@@ -5,10 +5,41 @@ import pytest
 from support.tolerance import close, largest
 
 from mpipipe import Pipeline, nn, schedules
+from mpipipe.errors import ConfigError
+from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
 from mpipipe.language.task import TextTask
 from mpipipe.nn.layers.head_slices import TILE_BYTES
 from mpipipe.train import Shard, TrainConfig
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("axis", [1, -1, 2])
+def test_parts_positions_and_the_whole_fit_together(layout, axis):
+    field = np.random.default_rng(0).normal(size=(2, 9, 9))
+
+    def work(comm):
+        shard = Shard(comm, layout)
+        part = shard.part(field, axis)
+        np.testing.assert_array_equal(part, np.take(field, shard.positions(9), axis))
+        np.testing.assert_array_equal(shard.whole(part, axis), field)
+        with pytest.raises(ConfigError, match="no part"):
+            shard.divide(comm.size - 1)
+        return True
+
+    assert all(inprocess.run(3, work))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_on_paper_attention_is_at_the_positions_of_a_rank(layout):
+    def work(comm):
+        shard = Shard(comm, layout, size=4)
+        attend, own = shard.attend(9), shard.positions(9)
+        np.testing.assert_array_equal(attend.positions(len(own)), own)
+        stage = nn.Stage([nn.SelfAttention(8, 2, attend=attend, coordinates=np.zeros((9, 2)))])
+        return stage.forward(np.ones((1, len(own), 8), np.float32))[0].shape[1] == len(own)
+
+    assert inprocess.run(1, work) == [True]
 
 
 class Given:

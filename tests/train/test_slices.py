@@ -48,12 +48,15 @@ def test_losses_are_those_of_whole_sequences(config, both, ranks, keys):
     near(losses(ranks, config("sliced", **both, **keys)), losses(1, config("whole", **both)))
 
 
-def test_an_order_of_a_file_may_have_slices(config, tmp_path):
+def test_an_order_of_a_file_may_have_slices_and_what_cannot_be_cut_is_refused(config, tmp_path):
     path, whole = tmp_path / "order.csv", losses(1, config("whole"))
     path.write_text(schedules.zero_bubble_h1(2, 2, slices=3).to_csv())
     near(losses(2, config("sliced", schedule=str(path), slices=3)), whole)
     with pytest.raises(ConfigError, match="not of slices = 2"):
         losses(2, config("none", schedule=str(path), slices=2))
+    with pytest.raises(MpipipeError, match="a sequence cannot be cut into these slices"):
+        losses(2, config("none", slices=25))
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_training_is_resumed_with_another_number_of_slices(config):
@@ -110,23 +113,11 @@ def test_a_loss_that_is_no_mean_over_positions_is_refused(tmp_path):
         value, gradient = nn.mean_squared_error(output, target)
         return value * output[0].size, gradient * output[0].size
 
-    task = Causal()
+    task, keys = Causal(), dict(steps=1, batch=4, microbatches=1, device="cpu")
     task.loss = by_rows
-
-    def attempt(slices):
-        out = str(tmp_path / str(slices))
-        config = TaskConfig(steps=1, batch=4, microbatches=1, device="cpu", slices=slices, out=out)
-        inprocess.run(1, lambda comm: run(task, config, comm))
-
-    attempt(1)
+    inprocess.run(1, lambda comm: run(task, TaskConfig(**keys, out=str(tmp_path / "whole")), comm))
     with pytest.raises(MpipipeError, match="no mean over the positions"):
-        attempt(2)
-
-
-def test_more_slices_than_positions_are_refused_before_anything_is_written(config, tmp_path):
-    with pytest.raises(MpipipeError, match="a sequence cannot be cut into these slices"):
-        losses(2, config("none", slices=25))
-    assert not (tmp_path / "none").exists()
+        inprocess.run(1, lambda comm: run(task, TaskConfig(**keys, slices=2, out=str(tmp_path / "sliced")), comm))
 
 
 def test_a_dry_run_counts_slices_and_what_is_kept_of_whole_sequences(config):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from support.command_line import invoke
+from support.small_training import metrics
 
 from mpipipe import arrays, nn
 from mpipipe import train as train_room
@@ -62,8 +63,8 @@ def train(config, ranks=1):
     return inprocess.run(ranks, lambda comm: run(load_task(config.task, config.set, comm), config, comm))[0]
 
 
-def last(folder):
-    return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["loss"]
+def validations(folder, field="validation"):
+    return [record[field] for record in metrics(folder) if "validation" in record]
 
 
 def test_the_run_folder_trains_the_same_bits_again(waves, tmp_path):
@@ -77,7 +78,7 @@ def test_the_run_folder_trains_the_same_bits_again(waves, tmp_path):
     again = load_config(None, str(moved / "config.toml"), out=str(tmp_path / "again"))
     assert again.set == ("width=5",)
     train(again, 2)
-    assert last(tmp_path / "again") == last(moved)
+    assert metrics(tmp_path / "again")[-1]["loss"] == metrics(moved)[-1]["loss"]
 
 
 def test_modules_next_to_the_file_are_copied_compared_and_imported_from_the_copy(waves, tmp_path):
@@ -119,7 +120,7 @@ def test_a_rate_of_ones_own_is_stepped_with_and_written_and_a_folder_with_checkp
         waves.write_text(WAVES + more)
         out[name] = tmp_path / name
         train(load_config(str(waves), None, **KEYS, lr=0.5, log_every=1, out=str(out[name])))
-    records = [json.loads(line) for line in (out["constant"] / "metrics.jsonl").read_text().splitlines()][1:]
+    records = metrics(out["constant"])[1:]
     assert [record["lr"] for record in records] == [0.5] * 4
     assert all(record["samples_per_second"] > 0 and "tokens_per_second" not in record for record in records)
     first, *_, last = validations(out["frozen"])
@@ -128,33 +129,43 @@ def test_a_rate_of_ones_own_is_stepped_with_and_written_and_a_folder_with_checkp
         train(load_config(str(waves), None, **KEYS, out=str(out["frozen"])))
 
 
-def validations(folder, field="validation"):
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [record[field] for record in records if "validation" in record]
+@pytest.fixture
+def alone(monkeypatch):
+    """A command of one process runs, although mpiexec has started the tests."""
+    monkeypatch.setattr(settings, "launcher_size", lambda environment: None)
 
 
-@pytest.mark.parametrize("save_every", [0, 3])
-def test_the_model_of_a_run_folder_predicts_what_its_training_validated(waves, tmp_path, save_every):
-    keys = dict(KEYS, steps=3, save_every=save_every, eval_batches=1, set=["width=5"])
+@pytest.mark.parametrize("place", ["weights", "checkpoints"])
+def test_the_model_of_a_run_folder_predicts_what_was_validated_and_is_exported_by_name(
+    waves, alone, tmp_path, place, capsys
+):
+    """A checkpoint has the state of an optimizer, too, and a part for each rank."""
+    keys = dict(KEYS, save_every=2 * (place == "checkpoints"), eval_batches=1, set=["width=5"])
     train(load_config(str(waves), None, **keys, out=str(tmp_path / "run")), 2)
     waves.write_text("the file is another one now")
-    moved = (tmp_path / "run").rename(tmp_path / "moved")
-    assert [path.name for path in (moved / "weights").iterdir()] == ["step-00000003"]
-    if save_every:
+    moved, target = (tmp_path / "run").rename(tmp_path / "moved"), tmp_path / "waves.safetensors"
+    assert [path.name for path in (moved / "weights").iterdir()] == ["step-00000004"]
+    if place == "checkpoints":
         shutil.rmtree(moved / "weights")
     task, stage = train_room.load(moved)
     assert (task.width, stage.dtype, len(stage.layers)) == (5, np.float64, 3)
     fields, later = task.validation(0, range(4), None)
     forecast = stage.forward(fields, nn.Position(training=False))[0]
     assert task.loss(forecast, later)[0] == pytest.approx(validations(moved)[-1], rel=1e-12)
-
-
-def test_the_model_of_a_run_folder_predicts_the_same_on_a_gpu(gpu, waves, tmp_path):
-    train(load_config(str(waves), None, **KEYS, out=str(tmp_path / "run")))
-    (task, host), (_, device) = (train_room.load(tmp_path / "run", place) for place in ("cpu", "cuda"))
-    found, expected = (stage.forward(task.batch(9, range(4), None)[0])[0] for stage in (device, host))
-    assert arrays.is_device(found)
-    np.testing.assert_allclose(arrays.download(found), expected, rtol=1e-12, atol=1e-14)
+    capsys.readouterr()
+    done = invoke("convert", str(moved), str(target))
+    assert done.code == 0, done.report
+    said = f"wrote 4 arrays of step 4 from {moved / place / 'step-00000004'} into {target}\n"
+    assert said in capsys.readouterr().out
+    with open_tensors(target, "", "", "") as file:
+        assert list(file.arrays) == sorted(stage.parameters) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+        for name, entry in file.arrays.items():
+            found = np.empty(entry.shape, entry.kind)
+            file.read_into(name, found)
+            assert found.dtype == np.float64 and found.tobytes() == stage.parameters[name].tobytes()
+    before = target.read_bytes()
+    assert "there is a file or folder of this name already" in invoke("convert", str(moved), str(target)).report
+    assert target.read_bytes() == before
 
 
 OWN_LOSS = """
@@ -170,7 +181,9 @@ OWN_LOSS = """
 """
 
 
-def test_on_a_gpu_a_loss_has_its_target_there_and_metrics_have_numpy_arrays(gpu, waves, tmp_path, capsys):
+def test_on_a_gpu_a_loss_has_its_target_there_metrics_have_numpy_arrays_and_the_model_predicts_the_same(
+    gpu, waves, tmp_path, capsys
+):
     waves.write_text(WAVES.replace("import nn,", "import arrays, nn,") + OWN_LOSS)
     for device in ("cpu", "cuda"):
         train(load_config(str(waves), None, **dict(KEYS, device=device), out=str(tmp_path / device)))
@@ -178,40 +191,16 @@ def test_on_a_gpu_a_loss_has_its_target_there_and_metrics_have_numpy_arrays(gpu,
     assert found == pytest.approx(host, rel=1e-12) and len(found) > 0
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("off by")]
     assert len(shown) == 2 and shown[0] == shown[1]
+    (task, here), (_, there) = (train_room.load(tmp_path / "cpu", device) for device in ("cpu", "cuda"))
+    found, expected = (stage.forward(task.batch(9, range(4), None)[0])[0] for stage in (there, here))
+    assert arrays.is_device(found)
+    np.testing.assert_allclose(arrays.download(found), expected, rtol=1e-12, atol=1e-14)
 
 
 RENAMED = """
     def state_name(self, name):
         return name.replace("0.", "lift.").replace("2.", "project.")
 """
-
-
-@pytest.fixture
-def alone(monkeypatch):
-    """A command of one process runs, although mpiexec has started the tests."""
-    monkeypatch.setattr(settings, "launcher_size", lambda environment: None)
-
-
-@pytest.mark.parametrize("save_every", [0, 3])
-def test_the_weights_of_a_run_folder_are_exported_to_one_file_by_name(waves, alone, tmp_path, save_every, capsys):
-    run_folder, target = tmp_path / "run", tmp_path / "waves.safetensors"
-    train(load_config(str(waves), None, **dict(KEYS, save_every=save_every), out=str(run_folder)), 2)
-    if save_every:  # the newest checkpoint, with the state of an optimizer and a part for each rank
-        shutil.rmtree(run_folder / "weights")
-    done = invoke("convert", str(run_folder), str(target))
-    place = run_folder / ("checkpoints" if save_every else "weights") / "step-00000004"
-    assert done.code == 0, done.report
-    assert f"wrote 4 arrays of step 4 from {place} into {target}\n" in capsys.readouterr().out
-    expected = train_room.load(run_folder)[1].parameters
-    with open_tensors(target, "", "", "") as file:
-        assert list(file.arrays) == sorted(expected) == ["0.bias", "0.weight", "2.bias", "2.weight"]
-        for name, entry in file.arrays.items():
-            found = np.empty(entry.shape, entry.kind)
-            file.read_into(name, found)
-            assert found.dtype == expected[name].dtype and found.tobytes() == expected[name].tobytes()
-    before = target.read_bytes()
-    assert "there is a file or folder of this name already" in invoke("convert", str(run_folder), str(target)).report
-    assert target.read_bytes() == before
 
 
 def test_a_task_names_its_weights_in_an_export(waves, alone, tmp_path):
@@ -233,6 +222,9 @@ def test_an_export_that_cannot_be_is_one_report_and_no_file(waves, alone, tmp_pa
         ((tmp_path, target), "not that of a task in a file"),
         ((tmp_path / "absent", target), "not that of a task in a file"),
     ]
+    (tmp_path / "config.toml").write_text("dim = 8\n")  # a training of text
+    with pytest.raises(ConfigError, match=r"not that of a task in a file(.|\n)*checkpoint.load"):
+        train_room.load(tmp_path)
     for words, text in cases:
         ended = invoke("convert", *map(str, words))
         assert ended.code and text in ended.report and not target.exists()
@@ -243,14 +235,6 @@ def test_an_export_that_cannot_be_is_one_report_and_no_file(waves, alone, tmp_pa
     part = next((tmp_path / "again" / "weights").rglob("*.safetensors"))
     part.write_bytes(part.read_bytes()[:-1] + b"\1")
     assert "checksum" in invoke("convert", str(tmp_path / "again"), str(target)).report and not target.exists()
-
-
-def test_a_folder_that_has_no_task_in_a_file_is_not_loaded(tmp_path):
-    with pytest.raises(ConfigError, match=r"not that of a task in a file(.|\n)*checkpoint.load"):
-        train_room.load(tmp_path)
-    (tmp_path / "config.toml").write_text("dim = 8\n")
-    with pytest.raises(ConfigError, match="not that of a task in a file"):
-        train_room.load(tmp_path)
 
 
 @pytest.mark.parametrize("place", ["", "weights", "weights/step-00000004", "checkpoints"])
@@ -286,16 +270,12 @@ def test_a_plan_in_another_folder_names_the_file_from_there(waves, tmp_path, mon
     assert again.schedule == "gpipe" and load(again.task).file.path.samefile(waves)
 
 
-def test_a_folder_may_have_a_colon_in_its_name(tmp_path):
+def test_attributes_are_set_in_their_types_and_a_folder_may_have_a_colon_in_its_name(tmp_path):
     file = tmp_path / "run:3/waves.py"
     file.parent.mkdir()
     file.write_text(WAVES)
-    assert load(file).width == load(f"{file}:Waves").width == 4
-
-
-def test_attributes_are_set_in_their_types(waves):
-    task = load(waves, "width=7", "late=true", "name=x=y")
-    assert (task.width, task.late, task.name) == (7, True, "x=y")
+    task = load(f"{file}:Waves", "width=7", "late=true", "name=x=y")
+    assert (task.width, task.late, task.name, load(file).width) == (7, True, "x=y", 4)
 
 
 @pytest.mark.parametrize(
@@ -338,8 +318,7 @@ class Doubled(nn.Gelu):
 """
 
 
-def test_check_names_the_layer_and_the_loss_whose_gradient_is_wrong(waves, capsys, monkeypatch):
-    monkeypatch.setattr(settings, "launcher_size", lambda environment: None)
+def test_check_names_the_layer_and_the_loss_whose_gradient_is_wrong(waves, alone, capsys):
     assert invoke("train", str(waves), "--check").code == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == [

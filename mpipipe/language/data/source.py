@@ -88,11 +88,7 @@ class Source:
         content = blake2b(digest_size=16)
         for name, ids in (("train", train), ("validation", validation)):
             tokens = Array(ids)
-            outside = np.flatnonzero((tokens.array < 0) | (tokens.array >= vocab))
-            if outside.size:
-                raise out_of_range(
-                    int(tokens.array[outside[0]]), vocab, int(outside[0]), f"the array {name}"
-                )
+            check_range(tokens.array, vocab, 0, f"the array {name}")
             parts.append(tokens)
             content.update(f"{len(tokens)} ".encode() + tokens.array.astype("<i8").tobytes())
         return cls(vocab, parts[0], parts[1], content.hexdigest())
@@ -143,11 +139,14 @@ class Array(Tokens):
         return self.documents[first:last]
 
 
-def out_of_range(token: int, vocab: int, position: int, place: str) -> DataError:
-    """Return the error for a token id that the vocabulary does not have."""
-    return DataError(
+def check_range(ids: np.ndarray, vocab: int, start: int, place: str) -> None:
+    """Raise DataError for an id that the vocabulary does not have; `ids` are those from `start`."""
+    if not ids.size or (ids.min() >= 0 and ids.max() < vocab):
+        return
+    first = np.flatnonzero((ids < 0) | (ids >= vocab))[0]
+    raise DataError(
         "a token id is out of range",
-        found=f"id {token} at position {position} of {place}",
+        found=f"id {ids[first]} at position {start + first} of {place}",
         expected=f"at least 0 and below {vocab}, the size of the vocabulary",
         remedy="take the data and the model of one tokenizer; tokenize the text again with "
         "--tokenizer",

@@ -31,7 +31,7 @@ from mpipipe import files
 from mpipipe.checkpoint import checksum_of
 from mpipipe.errors import DataError
 from mpipipe.language.data.file_bytes import read_bytes, size_of
-from mpipipe.language.data.source import Tokens, out_of_range
+from mpipipe.language.data.source import Tokens, check_range
 
 REMEDY = "copy the file again from where it is whole, or make it again"
 BLOCK = 1 << 22  # integers that are looked at together
@@ -105,9 +105,7 @@ class TokenFile:
     def read(self, start: int, count: int) -> np.ndarray:
         """Raises DataError for a token that the vocabulary does not have."""
         ids = self.ids.read(start, count)
-        if count and (ids.max() >= self.vocab or ids.min() < 0):
-            place = int(np.flatnonzero((ids >= self.vocab) | (ids < 0))[0])
-            raise out_of_range(int(ids[place]), self.vocab, start + place, str(self.ids.path))
+        check_range(ids, self.vocab, start, str(self.ids.path))
         return ids
 
     def starts(self, start: int, stop: int) -> np.ndarray:

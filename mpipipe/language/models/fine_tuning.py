@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mpipipe import files, nn
@@ -116,13 +116,10 @@ def find_pretrained(config: TrainConfig, comm: Communicator) -> tuple[TrainConfi
     folder = open_on_all(comm, str(config.from_))
     sizes = {}
     with group_of(comm).raise_together("train: the model to begin from"):
-        for entry in fields(config):
-            name = entry.name
-            if name not in FROM_FOLDER:
-                continue
+        for name in FROM_FOLDER:
             value = getattr(config, name)
             sizes[name] = getattr(folder.model, name)
-            if value not in (entry.default, sizes[name]):
+            if value not in (getattr(type(config), name), sizes[name]):
                 raise ConfigError(
                     f"{name} contradicts the model to begin from",
                     found=f"{name} = {value}",

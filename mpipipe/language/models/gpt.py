@@ -26,7 +26,7 @@ from mpipipe.nn import (
     check_slice_count,
     scaling_of,
 )
-from mpipipe.planning import declared
+from mpipipe.planning import count_once, declared
 from mpipipe.text import counted
 
 TIE = "tokens"  # key of the matrix that embedding and head share
@@ -306,10 +306,7 @@ class GPT:
     @property
     def parameters(self) -> int:
         """Number of parameters; tied parameters count once."""
-        sizes = {}
-        for name, parameter in declared(self.build(Local())).items():
-            sizes[parameter.tie or name] = parameter.size
-        return sum(sizes.values())
+        return count_once(declared(self.build(Local())))
 
 
 # -- How a training makes a model ------------------------------------------------------------------

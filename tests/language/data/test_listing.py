@@ -1,5 +1,7 @@
 """What `--data` names: which files are found, what is held out, and what is refused."""
 
+import os
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,6 +10,7 @@ from support.token_files import random_documents, write_tokens
 
 from mpipipe.errors import DataError
 from mpipipe.language import data
+from mpipipe.language.data import file_bytes
 
 
 @given(st.lists(st.binary(max_size=40), min_size=1, max_size=6), st.tuples(st.integers(0, 300), st.integers(0, 300)))
@@ -41,26 +44,20 @@ def test_a_folder_gives_its_text_files_sorted_without_hidden_empty_and_binary_on
     assert listed == [("a.txt", 3), ("b.txt", 1), ("sub/z.txt", 2), ("t.txt", 1)]
 
 
-@pytest.mark.parametrize("what", ["missing", "empty file", "empty folder", "only binary"])
-def test_data_that_are_not_there_are_refused_with_the_remedy(tmp_path, what):
+@pytest.mark.parametrize("what", ["missing", "empty file", "empty folder", "only binary", "binary file"])
+def test_data_that_are_not_there_or_binary_are_refused_with_the_remedy(tmp_path, what):
     path = tmp_path / "here"
-    if what == "empty file":
-        path.write_bytes(b"")
+    if what.endswith("file"):
+        path.write_bytes(b"\x00\x01" * (what == "binary file"))
     elif what != "missing":
         path.mkdir()
         if what == "only binary":
             (path / "x").write_bytes(b"\x00")
-    with pytest.raises(DataError, match="--data") as caught:
+    words = "binary file without a header" if what == "binary file" else "--data"
+    with pytest.raises(DataError, match=words) as caught:
         data.find([path])
     assert str(path) in str(caught.value)
-
-
-def test_a_binary_file_that_is_named_itself_is_refused_with_what_to_do(tmp_path):
-    path = tmp_path / "data.bin"
-    path.write_bytes(np.arange(300, dtype=np.uint16).tobytes())
-    with pytest.raises(DataError, match="binary file without a header") as caught:
-        data.find([path])
-    assert str(path) in caught.value.found and "tokenize" in caught.value.remedy
+    assert what != "binary file" or "tokenize" in caught.value.remedy
 
 
 def test_data_shorter_than_a_sequence_are_refused(tmp_path):
@@ -78,11 +75,9 @@ def test_data_shorter_than_a_sequence_are_refused(tmp_path):
 def test_training_and_validation_of_text_share_no_byte_and_miss_none(tmp_path):
     rng = np.random.default_rng(0)
     contents = [rng.integers(1, 256, size, np.uint8).tobytes() for size in (1000, 37, 5, 400)]
-    paths = []
     for index, content in enumerate(contents):
-        paths.append(tmp_path / str(index))
-        paths[-1].write_bytes(content)
-    source = data.find(paths).open(8)
+        (tmp_path / str(index)).write_bytes(content)
+    source = data.find([tmp_path]).open(8)
     train, validation = (bytes(part.read(0, len(part)).tolist()) for part in (source.train, source.validation))
     assert train == contents[0][:950] + contents[1][:36] + contents[2] + contents[3][:380]
     assert validation == contents[0][950:] + contents[1][36:] + contents[3][380:]
@@ -133,3 +128,73 @@ def test_training_and_validation_of_tokens_share_none_and_miss_none(tmp_path_fac
         assert np.isin(validation[np.diff(validation, prepend=-2) != 1], starts).all()
         assert (np.diff(validation) > 1).any()  # from several parts of the file
     assert abs(source.train.nbytes + source.validation.nbytes - nbytes.sum()) <= 2
+
+
+# -- bytes of files by position, and the hashes by which ranks compare what they see -----------------------------------
+
+
+def test_a_file_that_is_cut_short_or_gone_while_it_is_read_is_an_error_that_names_it(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(b"x" * 20_000)
+    train = data.find([path]).open(100).train
+    os.truncate(path, 7000)
+    train.read(0, 7000)
+    with pytest.raises(DataError, match="shorter") as caught:
+        train.read(6990, 20)
+    assert (caught.value.found, caught.value.expected) == (f"7000 bytes in {path}", "at least 7010")
+    assert "copy" in caught.value.remedy
+    path.unlink()
+    file_bytes.forget_files()
+    with pytest.raises(DataError, match="cannot be read") as caught:
+        train.read(0, 5)
+    assert caught.value.found == str(path)
+
+
+def test_a_new_file_under_an_old_name_is_read_by_the_next_listing(tmp_path):
+    path, new = tmp_path / "text", tmp_path / "new"
+    for letter in (b"a", b"b"):
+        new.write_bytes(letter * 500)
+        os.replace(new, path)
+        assert data.find([path]).open(4).train.read(0, 3).tobytes() == letter * 3
+
+
+def test_more_files_than_descriptors_are_kept(tmp_path):
+    for number in range(600):
+        (tmp_path / f"{number:03}").write_bytes(bytes([number % 255 + 1]))
+    text = data.find([tmp_path]).whole()
+    for _ in range(2):
+        assert text.read(0, 600).tolist() == [number % 255 + 1 for number in range(600)]
+    if os.path.exists("/proc/self/fd"):
+        links = [os.path.join("/proc/self/fd", number) for number in os.listdir("/proc/self/fd")]
+        assert sum(os.path.realpath(link).startswith(str(tmp_path)) for link in links) <= 256
+
+
+def test_fingerprint_tells_other_names_sizes_and_contents_apart_but_not_other_folders(tmp_path):
+    content = np.random.default_rng(0).integers(2, 256, 300_000, np.uint8)
+    prints = []
+    for name, size, changed in (
+        ("x", 300_000, None), ("x", 300_000, None), ("y", 300_000, None), ("x", 299_999, None),
+        *(("x", 300_000, place) for place in (0, 5000, 150_000, 299_999)),  # the whole of a file of this size counts
+    ):  # fmt: skip
+        other = content[:size].copy()
+        if changed is not None:
+            other[changed] ^= 1
+        folder = tmp_path / str(len(prints))
+        folder.mkdir()
+        (folder / name).write_bytes(other.tobytes())
+        prints.append(data.find([folder]).fingerprint)
+    assert prints[0] == prints[1] and len(set(prints)) == len(prints) - 1
+
+
+@pytest.mark.long
+def test_fingerprint_reads_little_of_big_files_and_of_many(tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(file_bytes, "read_bytes", lambda path, start, count: read.append((start, count)) or b"x")
+    file_bytes.fingerprint([(tmp_path / "big", 1 << 40)])
+    assert len(read) == file_bytes.BLOCKS and sum(count for _, count in read) <= 16 << 20
+    assert read[0] == (0, 4096) and read[-1] == ((1 << 40) - 4096, 4096)
+    gaps = np.diff([start for start, _ in read])
+    assert gaps.max() <= gaps.min() + 4096
+    read.clear()
+    file_bytes.fingerprint([(tmp_path / str(number), 1 << 20) for number in range(100_000)])
+    assert len(read) == 2 * file_bytes.FILES

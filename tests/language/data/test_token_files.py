@@ -49,13 +49,6 @@ def test_a_file_of_tokens_gives_its_ids_documents_and_bytes(tmp_path, documents,
     assert found.files == [(place, place.stat().st_size) for place in (path, beside(path, DOCUMENTS))]
 
 
-def test_an_npy_file_of_another_program_is_refused_with_what_to_do(tmp_path):
-    np.save(tmp_path / "ids.npy", np.arange(9))
-    with pytest.raises(DataError, match="what is said of a file of tokens") as caught:
-        data.find([tmp_path / "ids.npy"])
-    assert str(tmp_path / "ids.npy") in caught.value.found and "Megatron" in caught.value.remedy
-
-
 @pytest.mark.parametrize("name", ["pair", "pair.bin", "pair.idx"])
 @pytest.mark.parametrize(("code", "dtype"), [(8, "<u2"), (4, "<i4")])
 def test_megatrons_files_are_read_as_they_are(tmp_path, name, code, dtype):
@@ -105,7 +98,7 @@ DAMAGE = {
     "no facts": (FACTS, lambda path: beside(path, FACTS).write_text("{}")),
     "facts that are no object": (FACTS, lambda path: beside(path, FACTS).write_text("[5]")),
     "a fact that nobody knows": (FACTS, lambda path: rewrite(path, other=5)),
-    "facts that are gone": (FACTS, lambda path: beside(path, FACTS).unlink()),
+    "facts that are gone": (FACTS, lambda path: beside(path, FACTS).unlink()),  # as of a file of another program
     "no index": (DOCUMENTS, lambda path: beside(path, DOCUMENTS).unlink()),
     "another number of documents": (DOCUMENTS, lambda path: rewrite(path, documents=9)),
     "an index of another shape": (

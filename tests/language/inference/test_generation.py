@@ -2,31 +2,26 @@
 
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support.tolerance import close_norm
-from support.training_tolerance import path
-from support.windows import generate
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mpipipe import Mesh, nn, schedules
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.language.inference.generation import (
-    LEAST,
-    Answer,
     Sampling,
     SequenceCaches,
-    _next_parts,
     answers,
     build_decoder,
     check_prompts,
     draw,
     forward_plan,
     generator,
-    shown,
 )
-from mpipipe.language.inference.prompts import Bytes
 from mpipipe.language.models import GPT
 from mpipipe.planning.layer_plan import LayerPlan
 
@@ -153,34 +148,6 @@ def test_a_stop_token_ends_its_answer_and_no_other(comm):
     assert set(ended.values()) == {"stop", "count"}
 
 
-def test_logits_beside_others_are_those_of_a_prompt_alone_to_rounding(comm):
-    """In float32: what a matrix product with more rows may round otherwise."""
-    prompts = prompts_of((6, 1, 9))
-
-    def logits(mesh, which):
-        schedule = schedules.forward_only(mesh.pipe.size, 1, 1)
-        plan = LayerPlan(schedule, schedules.partition(MODEL.costs(), schedule.stages), rows=1)
-        with build_decoder(MODEL, plan, mesh, "float32", 20, fill, batch=len(which)) as decoder:
-            line = [Answer(number, number, prompt) for number, prompt in enumerate(which)]
-            return decoder.forward(_next_parts(line, 1))
-
-    with Mesh(comm, pipe=comm.size) as mesh:
-        together = logits(mesh, prompts)
-        for number, prompt in enumerate(prompts):
-            alone = logits(mesh, [prompt])
-            assert len(alone) == (1 if mesh.rank == comm.size - 1 else 0)
-            for row in alone:
-                close_norm(together[number], row, path(MODEL), np.float32, f"logits of prompt {number}")
-
-
-def test_few_sequences_share_a_micro_batch():
-    line = [Answer(0, 0, [5, 6, 9]), Answer(1, 1, [7], [8], fed=1)]
-    assert _next_parts(line, 4) == [[(0, 0, [5, 6, 9]), (1, 1, [8])]]
-    assert [answer.fed for answer in line] == [3, 2]
-    few = [Answer(number, number, [1]) for number in range(LEAST + 1)]
-    assert [len(pieces) for pieces in _next_parts(few, 4)] == [3, 2]
-
-
 @pytest.mark.parametrize(
     ("prompts", "count", "match"),
     [
@@ -197,80 +164,86 @@ def test_prompts_that_no_model_can_continue_are_refused(prompts, count, match):
         check_prompts(prompts, count, 40)
 
 
-# -- What the model is asked for each token, by a decoder that stands for one ------------------------------------------
-
-
-class Counting:
-    """Stands for a decoder whose model says that the byte after b is b + 1."""
-
-    batch, microbatches = 1, 1
-
-    def __init__(self, mesh):
-        self.mesh, self.asked = mesh, []
-        self.drawing = mesh.pipe.size - 1
-
-    def forward(self, parts):
-        (((sequence, _, tokens),),) = parts
-        self.asked.append(tokens)
-        assert sequence == 0
-        logits = np.zeros(256, np.float32)
-        logits[(tokens[-1] + 1) % 256] = 100
-        return [logits] if self.mesh.rank == self.drawing else []
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_every_rank_gets_the_continuation_and_each_byte_is_asked_for_once(comm, temperature):
-    with Mesh(comm, pipe=comm.size) as mesh:
-        decoder = Counting(mesh)
-        text = generate(decoder, bytes([250, 251]), 8, temperature=temperature, seed=0)
-    assert list(text) == [252, 253, 254, 255, 0, 1, 2, 3]
-    assert decoder.asked == [[250, 251], [252], [253], [254], [255], [0], [1], [2]]
-
-
-@pytest.mark.parametrize(("prompt", "temperature"), [(b"", 1.0), (b"a", -1.0)])
-def test_what_cannot_be_continued_is_refused(comm, prompt, temperature):
-    with Mesh(comm, pipe=comm.size) as mesh, pytest.raises(ArgumentError, match=r"prompt|temperature"):
-        generate(Counting(mesh), prompt, 8, temperature=temperature, seed=0)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_logits_that_are_not_finite_are_an_error_on_every_rank(comm, temperature, value):
-    class Broken(Counting):
-        def forward(self, parts):
-            logits = super().forward(parts)
-            if logits and len(self.asked) == 3:
-                logits[0][7] = value
-            return logits
+    def spoil(stages):
+        fill(stages)
+        for stage in stages:
+            if "7.1.weight" in stage.parameters:
+                stage.parameters["7.1.weight"][7, 0] = value
 
-    with Mesh(comm, pipe=comm.size) as mesh:
-        with pytest.raises(NonFiniteError, match="logits") as caught:
-            generate(Broken(mesh), b"abc", 8, temperature=temperature, seed=0)
-    assert caught.value.found == "1 of 256 are not"
+    with Mesh(comm, pipe=comm.size) as mesh, np.errstate(invalid="ignore"):
+        with build_decoder(MODEL, forward_plan(MODEL, comm.size), mesh, "float64", 9, spoil) as decoder:
+            with pytest.raises(NonFiniteError, match="logits") as caught:
+                list(answers(decoder, [[1, 2, 3]], 6, Sampling(temperature)))
+    assert caught.value.found == "1 of 40 are not"
     assert caught.value.reported_elsewhere == (comm.rank != comm.size - 1)  # the rank that draws reports
 
 
-def test_a_text_longer_than_learned_positions_is_refused_at_once(comm):
+def test_a_text_longer_than_learned_positions_and_an_error_of_one_rank_are_refused_at_once(comm):
+    def refuse(stages):
+        if comm.rank == comm.size - 1:
+            raise ArgumentError("not there")
+
     model = GPT(**{**vars(MODEL), "layers": 3, "positions": "learned", "max_positions": 20, "seq_len": 12})
     plan = forward_plan(model, comm.size)
     with Mesh(comm, pipe=comm.size) as mesh:
         with pytest.raises(ConfigError, match="learned positions") as caught:
             build_decoder(model, plan, mesh, "float64", 22, fill).__enter__()
         assert "at most 21" in caught.value.expected
+        with pytest.raises(ArgumentError, match="not there"):
+            build_decoder(model, plan, mesh, "float64", 21, refuse).__enter__()
         with build_decoder(model, plan, mesh, "float64", 21, fill) as decoder:
             (answer,) = answers(decoder, [[1] * 18], 3, Sampling(0))
             assert len(answer.tokens) == 3
 
 
-def test_parameters_that_cannot_be_had_on_one_rank_are_reported_on_all(comm):
-    def refuse(stages):
-        if comm.rank == comm.size - 1:
-            raise ArgumentError("not there")
-
-    with Mesh(comm, pipe=comm.size) as mesh, pytest.raises(ArgumentError, match="not there"):
-        build_decoder(MODEL, forward_plan(MODEL, comm.size), mesh, "float32", 8, refuse).__enter__()
+# -- how a token is drawn: softmax with temperature, against its plain definition --------------------------------------
 
 
-def test_generated_bytes_cannot_harm_a_terminal():
-    assert shown(Bytes().decode(b"a\tb\n\x1b[2J\r\x07\xff")) == "a\tb\n\ufffd[2J\ufffd\ufffd\ufffd"
-    assert shown(Bytes().decode("gr\u00fc\u00df".encode())) == "gr\u00fc\u00df"
+def defined(logits, temperature):
+    """Probabilities by the definition, in Python's own numbers."""
+    weights = [np.exp((float(x) - float(max(logits))) / temperature) for x in logits]
+    return np.array(weights) / sum(weights)
+
+
+@given(
+    st.lists(st.sampled_from([-2.0, -0.5, 0.0, 0.25, 1.0, 3.0]), min_size=1, max_size=9),
+    st.floats(0, 1, exclude_max=True),
+)
+def test_each_number_gives_the_token_at_its_place_in_the_sum(logits, number):
+    token = draw(np.array(logits), Sampling(1.0), SimpleNamespace(random=lambda: number))
+    ends = np.cumsum(defined(logits, 1.0))
+    assert ends[token - 1] - 1e-12 <= number if token else True
+    assert number <= ends[token] + 1e-12
+
+
+def test_of_equal_logits_the_lowest_id_counts_as_likeliest():
+    assert draw(np.array([1.0, 2.0, 2.0, 2.0]), Sampling(temperature=0), np.random.default_rng(0)) == 1
+
+
+def test_huge_logits_and_tiny_temperatures_do_not_overflow():
+    logits = np.array([-3e38, 3e38, 0.0], np.float32)
+    for temperature in (1.0, 0.0):
+        assert draw(logits, Sampling(temperature), np.random.default_rng(0)) == 1
+    assert draw(np.array([0.0, 1e-3], np.float32), Sampling(1e-9), np.random.default_rng(0)) == 1
+
+
+def test_the_last_index_can_be_drawn_and_none_beyond_it():
+    almost_one = SimpleNamespace(random=lambda: np.nextafter(1.0, 0.0))
+    assert draw(np.zeros(256, np.float32), Sampling(1.0), almost_one) == 255
+    assert draw(np.array([0.0, -200.0]), Sampling(1.0), almost_one) == 0
+
+
+def test_random_numbers_follow_from_seed_prompt_and_position_alone():
+    places = [(seed, "sample", position, prompt) for seed in (0, 1) for prompt in (0, 1, 2**40) for position in (0, 1)]
+    numbers = [generator(*place).random() for place in places]
+    assert len(set(numbers)) == len(numbers)
+    assert numbers == [generator(*place).random() for place in reversed(places)][::-1]
+
+
+@pytest.mark.parametrize("temperature", [-1.0, np.nan, np.inf])
+def test_what_is_out_of_range_is_refused(temperature):
+    with pytest.raises(ArgumentError, match="temperature"):
+        Sampling(temperature)

@@ -17,25 +17,20 @@ def test_a_prompt_is_a_line_break_or_the_text_of_the_command_line():
     assert read_prompts("a\udcff", None, Bytes()).tokens == [[97, 255]]  # as it came, though no UTF-8
 
 
-def test_ids_need_no_tokenizer(tmp_path):
-    path = file(tmp_path, "a.jsonl", b'{"tokens": [5, 17, 9]}\n')
-    assert read_prompts(None, path, None) == Prompts([[5, 17, 9]], [None])
+MIXED = b'{"prompt": "ab"}\n{"prompt": "c", "more": 1}\n{"tokens": [300, 2]}\n'
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "expected"),
+    ("name", "content", "tokenizer", "expected"),
     [
-        ("a.txt", b"ab\nc", [[97, 98], [99]]),
-        ("a.txt", b"ab\r\n c \n", [[97, 98], [32, 99, 32]]),
-        (
-            "a.jsonl",
-            b'{"prompt": "ab"}\n{"prompt": "c", "more": 1}\n{"tokens": [300, 2]}\n',
-            [[97, 98], [99], [300, 2]],
-        ),
+        ("a.txt", b"ab\nc", Bytes(), [[97, 98], [99]]),
+        ("a.txt", b"ab\r\n c \n", Bytes(), [[97, 98], [32, 99, 32]]),
+        ("a.jsonl", MIXED, Bytes(), [[97, 98], [99], [300, 2]]),
+        ("a.jsonl", b'{"tokens": [5, 17, 9]}\n', None, [[5, 17, 9]]),
     ],
 )
-def test_a_file_has_a_prompt_on_each_line(tmp_path, name, content, expected):
-    assert read_prompts(None, file(tmp_path, name, content), Bytes()).tokens == expected
+def test_a_file_has_a_prompt_on_each_line(tmp_path, name, content, tokenizer, expected):
+    assert read_prompts(None, file(tmp_path, name, content), tokenizer).tokens == expected
 
 
 @pytest.mark.parametrize(

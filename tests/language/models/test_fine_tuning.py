@@ -1,10 +1,10 @@
 """Trainings of a part of a model, and of adapters: what stays as it is, what is left, what is refused."""
 
-import json
 from pathlib import Path
 
 import pytest
 from support import huggingface_reference as theirs
+from support.small_training import metrics
 from support.text_plan import text_plan
 from support.tolerance import close, largest
 
@@ -47,8 +47,7 @@ def run(comm, chosen, source):
 
 
 def validations(out):
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [line["validation"] for line in lines if line.get("validation") is not None]
+    return [line["validation"] for line in metrics(out) if "validation" in line]
 
 
 def test_a_training_of_adapters_leaves_them_and_the_model_with_them(comm, run, base, capsys):
@@ -70,13 +69,6 @@ def test_a_training_of_adapters_leaves_them_and_the_model_with_them(comm, run, b
     assert last < first
     with pytest.raises(ArgumentError, match="merge_and_unload"):
         open_model(out / "adapter")
-
-
-def test_what_a_training_has_left_counts_before_its_checkpoints(comm, run, base):
-    out = run("run", from_=str(base), lora=LORA, save_every=2)
-    assert open_model(out).kind == "weights"
-    again = run("whole", from_=str(out), steps=1)
-    close(validations(again)[0], validations(out)[-1], 4000, 100)
 
 
 @pytest.mark.parametrize("sharded", [{}, {"dtype": "bfloat16", "pipe": 1, "batch": 8, "shard_optimizer": True}])

@@ -1,11 +1,11 @@
 """Fine-tuning against `transformers` with the AdamW of PyTorch: the same losses, step by step, and the same model."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support import transformers_judge as judge
+from support.small_training import metrics
 from support.windows import training_batch, validation_batch
 
 from mpipipe import optim
@@ -78,7 +78,7 @@ def test_twenty_steps_equal_those_of_transformers_with_adamw(torch, comm, mpi_tm
         return
     convert(out, out / "folder")
     expected = train_there(torch, model, source)
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics(out)
     losses = [line["loss"] for line in lines if line.get("loss") is not None]
     assert len(losses) == STEPS and losses[-1] < losses[0] - 0.1, "it learns"
     np.testing.assert_allclose(losses, expected, rtol=1e-5)

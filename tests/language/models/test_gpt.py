@@ -70,6 +70,8 @@ def test_loss_and_gradients_equal_those_of_an_independent_model(name):
     operations = path(model, tokens.size)
     expected = reference_gpt.forward(stage.parameters, model, tokens)
     close(logits, expected, operations, largest(expected))
+    once = {tied[-1] for tied in stage.ties.values()}
+    assert model.parameters == sum(array.size for key, array in stage.parameters.items() if key not in once)
     close(value, reference_gpt.loss(stage.parameters, model, tokens, targets), operations)
     parameters = dict(stage.parameters)
     if model.tied:
@@ -180,25 +182,6 @@ def test_a_position_beyond_the_learned_table_is_named():
     stage.forward(text(model)[0][:, :2])  # those that fit, as if nothing had been
 
 
-def test_each_layer_attends_with_its_window():
-    model = GPT(**SIZES | {"layers": 4}, windows=(3, None, 5, 3))
-    local = Local(scale=0.5)
-    attends = [layer.attend for top in model.build(local) for _, layer in top.walk("") if hasattr(layer, "attend")]
-    assert [each.window for each in attends] == [3, None, 5, 3]
-    assert attends[0] is attends[3] and attends[1] is local and attends[2].options.scale == 0.5
-    asked = []
-
-    def attend(**given):
-        asked.append(given)
-        return Local(**given)
-
-    model.build(attend)
-    assert asked == [dict(window=window) for window in model.windows]
-    asked.clear()
-    GPT(**SIZES).build(attend)
-    assert asked == [{}, {}]
-
-
 def test_an_object_without_windows_is_refused_where_layers_have_them():
     class Bare:
         forward = backward = Local().forward
@@ -209,7 +192,8 @@ def test_an_object_without_windows_is_refused_where_layers_have_them():
         assert "lambda window=None" in caught.value.remedy
 
 
-def test_costs_follow_the_description():
+def test_sizes_and_costs_follow_the_description():
+    assert (GPT(dim=96, heads=4).hidden, GPT(dim=384, heads=4).hidden) == (256, 1024)
     model = GPT(vocab=256, dim=32, layers=3, heads=4, kv_heads=2, hidden=64, seq_len=100)
     attention = 2 * 32 * (32 + 16 + 16 + 32) + 4 * 100 * 32 / 2
     assert model.costs() == [32, *[attention, 2 * 3 * 32 * 64] * 3, 2 * 32 * 256]
@@ -223,24 +207,6 @@ def test_costs_follow_the_description():
     assert wide[3] == products + 4 * (4 * 12) * 100 / 2
     assert GPT(**sizes, windows=(100, 1000)).costs() == GPT(**sizes).costs()
     assert GPT(**sizes, positions="learned").costs()[0] == 64
-
-
-def test_parameters_are_counted_and_tied_ones_once():
-    model = GPT(vocab=100, dim=96, layers=2, heads=4, kv_heads=2)
-    assert (model.hidden, GPT(dim=384, heads=4).hidden) == (256, 1024)  # by default
-    block = 96 + 96 * (96 + 2 * 48) + 96 * 96 + 96 + 3 * 96 * 256
-    assert model.parameters == 2 * 100 * 96 + 2 * block + 96
-    plain, tied = GPT(**SIZES).parameters, GPT(**SIZES, tied=True)
-    assert tied.parameters == plain - 11 * 16
-    assert list(whole(tied).ties.values()) == [["0.weight", "5.1.weight"]]
-    assert GPT(**SIZES, qkv_bias=True, out_bias=True).parameters == plain + 2 * (3 * 16 + 16)
-    assert GPT(**SIZES, qk_norm=True).parameters == plain + 2 * 2 * 4
-    assert GPT(**SIZES, head_dim=6).parameters == plain + 2 * 4 * 8 * 16
-    assert GPT(**SIZES, positions="learned", max_positions=9).parameters == plain + 9 * 16
-    assert GPT(**SIZES, feed_forward_bias=True).parameters == plain + 2 * (2 * 24 + 16)
-    assert GPT(**SIZES, feed_forward="gelu").parameters == plain - 2 * 16 * 24
-    assert GPT(**SIZES, feed_forward="gelu", feed_forward_bias=True).parameters == plain - 2 * 16 * 24 + 2 * (24 + 16)
-    assert GPT(**SIZES, norm="layer").parameters == plain + 5 * 16
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
@@ -295,11 +294,8 @@ def _scaling(options: Options, positions: int) -> nn.RopeScaling | None:
                 numbers[entry.name] = options.number(entry.name, default)
         if kind == "yarn":
             options.only("truncate", True, None)
-            one = options.number("mscale", None)
-            all_dim = options.number("mscale_all_dim", None)
-            if numbers["attention_factor"] is None and one is not None and all_dim is not None:
-                factor = numbers["factor"]
-                numbers["attention_factor"] = _growth(factor, one) / _growth(factor, all_dim)
+            options.only("mscale", None)
+            options.only("mscale_all_dim", None)
         try:
             scaling = made(**numbers)
         except ArgumentError as error:
@@ -310,13 +306,6 @@ def _scaling(options: Options, positions: int) -> nn.RopeScaling | None:
             ) from error
     options.finish(f"rotary positions of the kind {kind}")
     return scaling
-
-
-def _growth(factor: float, scale: float) -> float:
-    """Return the growth of cosine and sine: Peng et al., "YaRN" (2023), section 3.4."""
-    if factor > 1:
-        return 0.1 * scale * math.log(factor) + 1.0
-    return 1.0
 
 
 # -- Which layers have a sliding window, and how wide it is: from config.json, and back ------------

@@ -20,6 +20,11 @@ def pickled(folder):
     (folder / ONE).rename(folder / "pytorch_model.bin")
 
 
+def zeros(folder):
+    (folder / ONE).unlink()
+    (folder / ONE).symlink_to("/dev/zero")
+
+
 Q = "model.layers.1.self_attn.q_proj.weight"
 DAMAGES = [
     (1, lambda folder: (folder / "config.json").unlink(), "config.json of a model folder cannot be read: No such"),
@@ -37,6 +42,7 @@ DAMAGES = [
     (1, on_tensors(ONE, lambda tensors: tensors.update({Q: tensors[Q].T[:, 1:].copy()})),
      rf"{Q} does not fit the model\n  found: float64\[16, 15\] in .*{ONE}\n  expected: .*\[16, 16\]"),
     (1, on_tensors(ONE, lambda tensors: tensors.update({Q: tensors[Q].astype(np.int8)})), r"found: int8\[16, 16\]"),
+    (1, zeros, "it is a character device"),
     (3, lambda folder: (folder / SECOND).unlink(), rf"cannot be read: No such .*\n  found: .*{SECOND}, which has "),
     (3, on_bytes(SECOND, lambda content: content[:-1]), rf"is damaged: .*\n  found: .*{SECOND}"),
     (3, on_json(INDEX, lambda facts: facts.pop("weight_map")), f"{INDEX} of a model folder has no weight_map"),
@@ -62,14 +68,3 @@ def test_every_rank_raises_the_error_that_names_file_and_entry(comm, mpi_tmp_pat
             found.load([nn.Stage(layers[start:stop], dtype="float64", first=start)], mesh)
         assert len(set(comm.allgather(caught.value.message))) == 1
         assert str(folder) in str(caught.value)
-
-
-def test_a_link_to_a_device_is_not_opened(tmp_path):
-    config = theirs.CONFIGS["llama"]
-    folder = theirs.write_folder(tmp_path, config, theirs.tensors_of(config))
-    (folder / ONE).unlink()
-    (folder / ONE).symlink_to("/dev/zero")
-    from mpipipe.language.models import huggingface
-
-    with pytest.raises(ArgumentError, match="it is a character device"):
-        huggingface.open_folder(folder)

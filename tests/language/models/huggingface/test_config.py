@@ -131,6 +131,7 @@ CHANGES = {
         ("rope_scaling", {"rope_type": "linear", "factor": 2.0, "beta": 1}), ("rope_scaling", {"rope_type": "linear"}),
         ("rope_scaling", {"rope_type": "linear", "factor": 0.5}), ("rope_scaling", {"rope_type": ["linear"]}),
         ("rope_scaling", {"rope_type": "yarn", "factor": 2.0, "truncate": False}),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7, "mscale_all_dim": 1.4}),
         ("rope_scaling", {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}),
         ("rope_scaling", {"rope_type": "default", "rope_theta": 5.0}), ("rope_theta", "10000"), ("rope_theta", 0.5),
         ("rope_theta", float("nan")), ("rope_parameters", {"full_attention": {"rope_theta": 5.0}}),

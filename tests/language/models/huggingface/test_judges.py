@@ -83,7 +83,6 @@ OPTIONS = [
     ("Llama 2", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}}),
     ("Llama 2", {"rope_parameters": YARN}),
     ("Llama 2", {"rope_parameters": {**YARN, "beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.3}}),
-    ("Llama 2", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.4}}),
     ("Llama 2", {"rms_norm_eps": 0.1}),
     ("Llama 2", {"head_dim": 14}),
     ("Llama 2", {"attention_bias": True}),

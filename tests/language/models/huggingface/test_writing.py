@@ -2,19 +2,16 @@
 
 import json
 import os
-from dataclasses import asdict
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from support import huggingface_reference as theirs
-from support import saved_model
 
-from mpipipe import Mesh, checkpoint, nn
+from mpipipe import nn
 from mpipipe.attention import Local
-from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError, StorageError
+from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.language.models import GPT, huggingface
 from mpipipe.language.models.model_folder import convert, open_model
 
@@ -91,58 +88,15 @@ def test_a_value_that_the_dtype_cannot_hold_is_refused_and_nothing_is_left(tmp_p
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("broken", ["config.json", "target"])
-def test_a_conversion_that_is_cut_short_leaves_nothing(tmp_path, monkeypatch, broken):
-    hand_made(tmp_path / "source", "llama")
-    convert(tmp_path / "source", tmp_path / "ours")
-
-    def failing(original):
-        def rename(source, target, *more):
-            if Path(target).name == broken:
-                raise OSError(28, "No space left on device")
-            return original(source, target, *more)
-
-        return rename
-
-    monkeypatch.setattr(os, "replace", failing(os.replace))
-    monkeypatch.setattr(Path, "rename", failing(Path.rename))
-    with pytest.raises(StorageError, match="No space left"):
-        convert(tmp_path / "ours", tmp_path / "target")
-    assert sorted(os.listdir(tmp_path)) == ["ours", "source"]
-
-
-def test_a_folder_with_files_is_not_written_over(tmp_path):
-    hand_made(tmp_path / "source", "llama")
-    (tmp_path / "target").mkdir()
-    (tmp_path / "target" / "mine").write_text("")
-    with pytest.raises(ArgumentError, match="the folder for the model is not empty"):
-        convert(tmp_path / "source", tmp_path / "target")
-    assert os.listdir(tmp_path / "target") == ["mine"]
-
-
-def test_a_checkpoint_is_converted(comm, mpi_tmp_path):
-    with Mesh(comm, pipe=comm.size) as mesh:
-        stages, optimizer = saved_model.trained(mesh)
-        state = {"model": asdict(saved_model.MODEL)}
-        checkpoint.save(mpi_tmp_path / "run" / "checkpoints", mesh, stages, optimizer, step=3, state=state)
-        everywhere = comm.allgather(
-            {name: np.array(array) for each in stages for name, array in each.parameters.items()}
-        )
-    parameters = {name: array for part in everywhere for name, array in part.items()}
-    if comm.rank == 0:
-        convert(Path(mpi_tmp_path, "run"), Path(mpi_tmp_path, "target"))
-        written = theirs.tensors_in(Path(mpi_tmp_path, "target"))
-        np.testing.assert_array_equal(written["model.embed_tokens.weight"], parameters["0.weight"])
-        np.testing.assert_array_equal(
-            written["model.layers.1.mlp.up_proj.weight"], parameters["4.layer.1.gate_up"][12:]
-        )
-        assert "lm_head.weight" not in written
-
-
-def test_what_is_not_converted_is_refused(tmp_path):
+def test_what_is_not_converted_is_refused_and_no_folder_with_files_is_written_over(tmp_path):
     hand_made(tmp_path / "source", "llama")
     with pytest.raises(ConfigError, match="dtype of a folder of Hugging Face"):
         convert(tmp_path / "source", tmp_path / "target", "int8")
     with pytest.raises(ArgumentError, match="no model is here"):
         convert(tmp_path / "nothing", tmp_path / "target")
     assert sorted(os.listdir(tmp_path)) == ["source"]
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "mine").write_text("")
+    with pytest.raises(ArgumentError, match="the folder for the model is not empty"):
+        convert(tmp_path / "source", tmp_path / "target")
+    assert os.listdir(tmp_path / "target") == ["mine"]
