@@ -179,7 +179,8 @@ class LongWait:
         group = self.group
         now = time.perf_counter()
         news = self.context.failures[self.known :]
-        # With several threads, those of the groups concerned alone.
+        # A rank with several threads listens to the groups of this wait alone: another thread may
+        # go on after a failure in its own.
         alone = group is None or self.context.single_threaded(calling_thread())
         if news and alone and now - self.start >= self.grace:
             for failure in news:

@@ -178,7 +178,7 @@ class BatchReader:
         mean_over = {None: UNSAID, False: ROWS}.get(over_entries, ENTRIES)
         rows = parts.rows
         entries = [spec.entries for spec in parts.specs]
-        uneven = any([size * rows[0] != entries[0] * of for size, of in zip(entries, rows)])
+        uneven = any([size * rows[0] != entries[0] * row for size, row in zip(entries, rows)])
         if 0 in rows:
             if mean_over == ROWS:
                 raise ArgumentError(

@@ -27,7 +27,7 @@ from mpipipe.pipeline.attached import AttachedStage
 from mpipipe.pipeline.batch import Call
 from mpipipe.pipeline.check import Checks
 from mpipipe.pipeline.clock import HostClock
-from mpipipe.pipeline.diagnostics import action_error
+from mpipipe.pipeline.diagnostics import action_error, memory_error
 from mpipipe.pipeline.evaluation import LossEvaluation
 from mpipipe.pipeline.gradient_sums import StepGradients
 from mpipipe.pipeline.loss import unscaled
@@ -58,17 +58,61 @@ class Executor:
     def __post_init__(self) -> None:
         self.place = f"rank {self.rank}"
 
-    def begin(self, call: Call) -> None:
+    def run(self, call: Call, stop: int | None = None) -> None:
+        """Run the actions of a call that have not run yet: up to number `stop`, or to its end.
+
+        Errors name rank, stage and micro-batch.
+        """
+        if self.call is not call:
+            self._begin(call)
+        action: PlannedAction | None = None
+        with self.loss.taking_head(call):
+            try:
+                for run, action in self._program(call)[len(call.marks) // 2 : stop]:  # noqa: B007
+                    run(call)
+            except PeerError:
+                raise
+            except MpipipeError as error:
+                # What ranks find out about each other belongs to no action.
+                if not error.agreed:
+                    self._locate(error, action)
+                raise
+            except Exception as error:
+                if action is None:
+                    raise
+                located = action_error(NAMES[action.op], error)
+                self._locate(located, action)
+                raise located from error
+            except BaseException:
+                # SystemExit and KeyboardInterrupt stay what they are; other ranks hear where it
+                # was.
+                if action is not None:
+                    self.place = (
+                        f"rank {self.rank}, stage {action.stage}, micro-batch {action.unit}, "
+                        f"{NAMES[action.op]}"
+                    )
+                raise
+            if stop is None:
+                self._end(call)
+
+    def _begin(self, call: Call) -> None:
         """Begin a call: its messages, and the marks of its actions."""
-        for stage in self.stages:
-            stage.begin_call()
-        self.messages.begin(call.plan, call.agreed.signature)
-        if self.checks is not None:
-            self.checks.begin(call)
+        try:
+            for stage in self.stages:
+                stage.begin_call()
+            self.messages.begin(call.plan, call.agreed.signature)
+            if self.checks is not None:
+                self.checks.begin(call)
+        except Exception as error:
+            shortage = memory_error(f"the start of {call.name}", error)
+            self._locate(shortage or error)
+            if shortage is None:
+                raise
+            raise shortage from error
         self.clock.begin(call.training)
         self.call = call
 
-    def program(self, call: Call) -> Program:
+    def _program(self, call: Call) -> Program:
         """Return the actions of a call, each with the function that runs it."""
         plan = call.plan
         programs = self.messages.shapes.programs
@@ -100,34 +144,7 @@ class Executor:
             self.gradients.complete(stage)
             self.clock.add(f"all-reduce {action.stage}", start, self.clock.host_now())
 
-    def run(self, program: Program, call: Call) -> None:
-        """Run actions; errors name rank, stage and micro-batch."""
-        if not program:
-            return  # the second half of a step, where no stage of this rank has a backward
-        action = program[0][1]
-        try:
-            for run, action in program:  # noqa: B007 (for the errors)
-                run(call)
-        except PeerError:
-            raise
-        except MpipipeError as error:
-            # What ranks find out about each other belongs to no action.
-            if not error.agreed:
-                self._locate(error, action)
-            raise
-        except Exception as error:
-            located = action_error(NAMES[action.op], error)
-            self._locate(located, action)
-            raise located from error
-        except BaseException:
-            # SystemExit and KeyboardInterrupt stay what they are; other ranks hear where it was.
-            self.place = (
-                f"rank {self.rank}, stage {action.stage}, micro-batch {action.unit}, "
-                f"{NAMES[action.op]}"
-            )
-            raise
-
-    def end(self, call: Call) -> None:
+    def _end(self, call: Call) -> None:
         """End a call whose actions have all run."""
         self.clock.end(call.plan.steps, call.marks)
         self.messages.end(call.agreed.signature)
@@ -146,9 +163,13 @@ class Executor:
         self.clock.record(recorder)
         self.messages.mailbox.recorder = recorder
 
-    def _locate(self, error: MpipipeError, action: PlannedAction) -> None:
+    def _locate(self, error: Exception, action: PlannedAction | None = None) -> None:
         """Add where an error happened, as far as it does not say that itself."""
-        where = {"rank": self.rank, "stage": action.stage, "microbatch": action.unit}
+        if not isinstance(error, MpipipeError):
+            return
+        where: dict[str, int] = {"rank": self.rank}
+        if action is not None:
+            where |= {"stage": action.stage, "microbatch": action.unit}
         for name, value in where.items():
             if getattr(error, name) is None:
                 setattr(error, name, value)

@@ -33,7 +33,6 @@ from mpipipe.pipeline.construction import (
     check_forwards_first,
     end_groups,
 )
-from mpipipe.pipeline.diagnostics import memory_error
 from mpipipe.pipeline.evaluation import LossEvaluation
 from mpipipe.pipeline.executor import Executor
 from mpipipe.pipeline.gradient_sums import StepGradients
@@ -298,7 +297,7 @@ class Pipeline:
             # All sums are there at the end of this block, before losses are fetched: the device
             # must wait for no rank that may fail.
             with self._gradients.making(executor.stages, accumulate):
-                self._run(call)
+                executor.run(call)
             shared = self._share_losses(call)
             total, problem = executor.loss.weighing.settle(shared, executor.stages)
             self._end_step()
@@ -320,7 +319,7 @@ class Pipeline:
         call = self._call("forward_train", inputs)
         with self.state:
             ops = [action.op for action in call.plan.steps]
-            self._run(call, stop=len(ops) - ops[::-1].index("F"))
+            self.executor.run(call, stop=len(ops) - ops[::-1].index("F"))
             # Nothing moves messages while the caller computes.
             self.executor.messages.mailbox.flush()
             outputs = self._outputs(call)
@@ -360,7 +359,7 @@ class Pipeline:
             hooks[:] = [hook for hook in hooks if hook is not _refuse_write]
         with self.state:
             with self._gradients.making(executor.stages, accumulate):
-                self._run(call)
+                executor.run(call)
             self._end_step()
         self._end()
         return self._input_gradients(call, 1.0)
@@ -387,7 +386,7 @@ class Pipeline:
         call = self._call("evaluate", inputs, targets)
         weighing = self.executor.loss.weighing
         with self.state:
-            self._run(call)
+            self.executor.run(call)
             shared = self._share_losses(call)
             _, problem = weighing.settle(shared)
             shared.read()
@@ -404,7 +403,7 @@ class Pipeline:
         """
         call = self._call("forward", inputs)
         with self.state:
-            self._run(call)
+            self.executor.run(call)
             outputs = self._outputs(call)
         self._end()
         return outputs
@@ -657,25 +656,6 @@ class Pipeline:
             scale,
             positions,
         )
-
-    def _run(self, call: Call, stop: int | None = None) -> None:
-        """Run the actions of a call that have not run yet: up to number `stop`, or to its end."""
-        executor = self.executor
-        if executor.call is not call:
-            try:
-                executor.begin(call)
-            except Exception as error:
-                shortage = memory_error(f"the start of {call.name}", error)
-                located = shortage or error
-                if isinstance(located, MpipipeError) and located.rank is None:
-                    located.rank = self.rank
-                if shortage is None:
-                    raise
-                raise shortage from error
-        with executor.loss.taking_head(call):
-            executor.run(executor.program(call)[len(call.marks) // 2 : stop], call)
-            if stop is None:
-                executor.end(call)
 
     def _end_step(self) -> None:
         self._gradients.add_earlier()

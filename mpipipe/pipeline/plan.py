@@ -126,12 +126,13 @@ def _steps(schedule: Schedule, rank: int, tags: Tags) -> list[PlannedAction]:
         takes: list[Port] = []
         gives: list[Port] = []
         for edge, source, target, name in edges[stage]:
+            # A forward takes what comes over the edges that end at its stage, and gives to those
+            # that begin there. A backward does the reverse.
+            ends_here = stage == target
+            far = source if ends_here else target
             side = gives
-            if (stage == target) == (direction == FORWARD):
+            if ends_here == (direction == FORWARD):
                 side = takes
-            far = source
-            if stage == source:
-                far = target
             is_wanted = direction == FORWARD or source >= lowest
             message = None
             if action.op in "FBI" and is_wanted and 0 <= far <= last_stage:

@@ -140,7 +140,7 @@ def costs_of(task: Task) -> list[float]:
     return costs
 
 
-def rate_of(task: Task, step: int, config: TaskConfig) -> float:
+def checked_rate(task: Task, step: int, config: TaskConfig) -> float:
     """Return the learning rate of a step; ConfigError for one that cannot be meant."""
     when = f"(step={step})"
     rate = call(task, "rate_at", when=when, by=lambda: float(task.rate_at(step, config)))

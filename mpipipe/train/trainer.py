@@ -28,10 +28,10 @@ from mpipipe.train.task_calls import (
     Reader,
     TaskLoss,
     call,
+    checked_rate,
     loss_of,
     make_optimizer,
     make_scaler,
-    rate_of,
     read,
 )
 
@@ -313,7 +313,7 @@ class Trainer:
         with getattr(self.recording, "reading", nullcontext)():
             batch = self.reader.batch(step)
         waited = perf_counter() - start
-        self.lr = rate_of(self.task, step, config)
+        self.lr = checked_rate(self.task, step, config)
         scaler = self.scaler
         self.result = self.pipeline.step(*batch, scale=scaler.scale)
         with getattr(self.recording, "optimizer", nullcontext)():

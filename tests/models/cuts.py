@@ -84,6 +84,19 @@ def resnet18():
     return Case(model, model, parts, images, functional.cross_entropy)
 
 
+def vit():
+    make = pytest.importorskip("timm").create_model
+    model = make("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=12, depth=3, num_heads=2, num_classes=5)
+
+    def embed(self, x):
+        x = self.patches(x)
+        return torch.cat([self.first.expand(len(x), -1, -1), x], 1) + self.places
+
+    start = Part(embed, patches=model.patch_embed, first=model.cls_token, places=model.pos_embed)
+    end = Part(lambda self, x: self.head(self.norm(x)[:, 0]), norm=model.norm, head=model.head)
+    return Case(model, model, [start, *model.blocks, end], images, functional.cross_entropy)
+
+
 def transformer(kind, config, **options):
     library = pytest.importorskip("transformers")
     settings = getattr(library, config)(vocab_size=WORDS, **options)
@@ -107,6 +120,31 @@ def llama():
     return Case(
         model, lambda x: model(x, use_cache=False).logits, parts, lambda draw: (words(draw), words(draw)), likelihood
     )
+
+
+def gpt2():
+    """The head is the embedding."""
+    model = transformer(
+        "GPT2LMHeadModel", "GPT2Config", n_positions=LENGTH, n_embd=12, n_layer=3, n_head=2, embd_pdrop=0,
+        attn_pdrop=0, resid_pdrop=0,
+    )  # fmt: skip
+    base = model.transformer
+    start = Part(lambda self, x: self.words(x) + self.places(torch.arange(x.shape[1])), words=base.wte, places=base.wpe)
+    layers = [Part(lambda self, x: self.layer(x, attention_mask=causal(x)), layer=each) for each in base.h]
+    parts = [start, *layers, torch.nn.Sequential(base.ln_f, model.lm_head)]
+    return Case(
+        model, lambda x: model(x, use_cache=False).logits, parts, lambda draw: (words(draw), words(draw)), likelihood
+    )
+
+
+def bert():
+    """The decoder of the head is the embedding of words."""
+    model = transformer(
+        "BertForMaskedLM", "BertConfig", hidden_size=12, intermediate_size=16, num_hidden_layers=3,
+        num_attention_heads=2, hidden_dropout_prob=0, attention_probs_dropout_prob=0,
+    )  # fmt: skip
+    parts = [model.bert.embeddings, *model.bert.encoder.layer, model.cls]
+    return Case(model, lambda x: model(x).logits, parts, lambda draw: (words(draw), words(draw)), likelihood)
 
 
 def t5():
@@ -226,7 +264,7 @@ def gcn():
     return Case(model, model, parts, draw, functional.mse_loss)
 
 
-CASES = {each.__name__: each for each in (fno, tfno, resnet18, llama, t5, unet, gcn)}
+CASES = {each.__name__: each for each in (fno, tfno, resnet18, vit, llama, gpt2, bert, t5, unet, gcn)}
 
 
 # -- the judge ---------------------------------------------------------------------------------------------------------

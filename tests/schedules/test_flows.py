@@ -1,9 +1,12 @@
-"""Steps of ranks that share network cards, against a fluid of all ranks; no ranks are started."""
+"""Steps of ranks that share network cards, against a fluid of all ranks and SimGrid; no ranks are started."""
 
 import itertools
+import json
 import math
 import random
+import subprocess
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
@@ -226,3 +229,28 @@ def test_of_54_plans_pairs_are_in_the_right_order_and_the_best_is_found(shape, m
     right = [(a - b) * (c - d) > 0 for (a, c), (b, d) in itertools.combinations(pairs, 2)]
     assert sum(right) / len(right) >= 0.99
     assert min(pairs)[1] == min(judge for _, judge in pairs)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_simgrid_says_the_same(shape, places):
+    """SimGrid, if Python of the system has it (Debian: python3-simgrid), without its factors for TCP."""
+    python = "/usr/bin/python3"
+    if subprocess.run([python, "-c", "import simgrid"], capture_output=True).returncode:
+        pytest.skip("no SimGrid for /usr/bin/python3")
+    for form in FORMS:
+        schedule, seconds, message = case(form, shape)
+        task = dict(
+            orders=[[*map(list, order)] for order in schedule.orders],
+            placement=schedule.placement,
+            times=dict(F=seconds, I=seconds, W=seconds, B=2 * seconds),
+            message=message,
+            part=GRADIENTS / form[1] / 8,
+            pipelines=PLACES[places],
+            nic=[NIC.latency, NIC.bandwidth, NIC.node_size, NIC.inside_latency, NIC.inside_bandwidth],
+        )
+        script = Path(__file__).with_name("simgrid_judge.py")
+        ended = subprocess.run([python, script], input=json.dumps(task), capture_output=True, text=True, timeout=600)
+        assert ended.returncode == 0, ended.stderr
+        assert found(form, shape, places) == pytest.approx(float(ended.stdout), rel=0.02), form

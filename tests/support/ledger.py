@@ -19,6 +19,7 @@ EXPECTED = (
     r"No module named '(torch|transformers|peft|jax|tensorboard)'",  # of the extra [judges], or judges of sinks
     r"CuPy is not installed|nvidia-cudnn-frontend is not installed|no hipRTC",
     r"needs SLURM",
+    r"no SimGrid for",
     r"(NPY_DISABLE_CPU_FEATURES|OPENBLAS_CORETYPE) is not set",
     r"for one rank|one SLURM on a machine",
     r"more than two replicas add in another order|one stage shows it|the backward may come before the next forward",

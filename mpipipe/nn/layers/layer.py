@@ -1,4 +1,8 @@
-"""A layer: a pair of array functions, whose backward can be split in two."""
+"""A layer: a pair of array functions, whose backward can be split in two.
+
+docs/layers.md says how to write one: a subclass of `Layer` with `declared`, `forward`,
+`backward_input` and `backward_weight`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layers on a GPU: matrix products by cuBLAS, and sums over rows."""
+"""Layers on a GPU: matrix products by cuBLAS, sums over rows, norms, embeddings, losses."""
 
 from __future__ import annotations
 

@@ -231,9 +231,9 @@ def swiglu_backward(both: HostArray, dinner: HostArray) -> tuple[HostArray, Host
     dboth = np.empty_like(both)
 
     def work(at: slice) -> None:
-        # which holds dh, and in the end h
         gate = both[at, :hidden]
         up = both[at, hidden:]
+        # It holds dh, and in the end h.
         inner = dinner[at]
         dgate = dboth[at, :hidden]
         dup = dboth[at, hidden:]
