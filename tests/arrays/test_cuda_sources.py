@@ -62,6 +62,7 @@ CONSTANTS = {
     ],
     "arrays/strided.cu": lambda kind: [
         {"S": kind, "U": kind, "I": INT32, "V": 1},
+        {"S": kind, "U": kind, "I": INT32, "V": wide(kind)},
         {"S": kind, "U": arrays.accumulator(kind), "I": INT64, "V": wide(kind, arrays.accumulator(kind))},
     ],
     "nn/kernels/cuda/clipping.cu": lambda kind: [] if arrays.is_half(kind) else words(kind),

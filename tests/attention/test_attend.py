@@ -97,13 +97,13 @@ def test_another_window_is_made_once_and_keeps_all_else(ranks):
         plain = made()
         before = through(plain)  # it may remember what it planned for this length
         other = plain.with_window(3)
-        assert other is plain.with_window(3) and other is not plain
+        assert other is plain.with_window(3) and other is not plain and other is not plain.with_window(4)
         same(through(other), through(made(window=3)))
         same(through(plain), before)
         assert plain.bytes_sent == 2 * other.bytes_sent and (plain.bytes_sent > 0) == bool(ranks)  # each counts its own
         if ranks:
             with pytest.raises(MismatchError, match="differ in window"):
-                plain.with_window(4 + comm.rank)
+                plain.with_window(5 + comm.rank)
 
     inprocess.run(ranks or 1, on_each_rank)
     for window, refused in ((0, attention.Local()), (3, attention.Local(causal=False))):

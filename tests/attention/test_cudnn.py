@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.device_attention import CASES, agrees, make, opposed, reference, through_local
 from support.reference_attention import Dense
-from support.tolerance import bound, within
+from support.tolerance import bound, close, within
 
 from mpipipe import arrays, attention
 from mpipipe.attention import kernels, mask
@@ -25,6 +25,7 @@ HALVES = ["float16", "bfloat16"]
 def library(gpu, monkeypatch):
     """The module cudnn; a refusal that is not expected is an error."""
     if not cudnn_graph.available().usable:
+        assert gpu.real or arrays.is_amd(), cudnn_graph.available().reason
         pytest.skip(cudnn_graph.available().reason)
     monkeypatch.delenv("MPIPIPE_ATTENTION", raising=False)
     cudnn_graph._mine.plan.cache_clear()
@@ -62,32 +63,34 @@ def test_all_masks_by_cudnn(gpu, library, options, sizes, dtype):
 
 @pytest.mark.parametrize("low, high", [(None, None), (None, 0), (None, 4), (-3, 0), (-3, 2), (-5, None), (0, 0)])
 @pytest.mark.parametrize("seq, keys", [(9, 14), (14, 9)])
-def test_any_band_of_a_slice(gpu, library, low, high, seq, keys):
-    """A slice somewhere within the arrays: pointers and lengths, both bounds, and sums with what was there."""
+@pytest.mark.parametrize("kernel", [cudnn, cupy_kernel], ids=["cudnn", "cupy"])
+def test_any_band_of_a_slice(gpu, library, kernel, low, high, seq, keys):
+    """A slice that leaves rows out: pointers and lengths, both bounds, and sums with what was there, or without."""
     whole = make("bfloat16", seq=20, keys=22)
     q, k, v, dout = (arrays.upload(x) for x in whole)
     part = mask.Slice(3, 3 + seq, 5, 5 + keys, low, high)
     cut = [x[:, 3 : 3 + seq] if n in (0, 3) else x[:, 5 : 5 + keys] for n, x in enumerate(whole)]
     expected = banded(*cut, low, high)
     result, block = new_result(q, v, np.dtype(np.float32), False), KVBlock(q, k, v, 0.5, [part])
-    cudnn.forward(block, result, False)
+    kernel.forward(block, result, False)
     found, found_lse = arrays.download(*result)
     bounds = expected.bounds("bfloat16")
     within(found[:, 3 : 3 + seq], expected[0], bounds[0], "out")
     within(found_lse[:, :, 3 : 3 + seq], expected[1], bounds[1], "lse")
     assert not found[:, :3].any() and not found[:, 3 + seq :].any()
-    cudnn.forward(block, result, False)  # the same keys again: the same output, twice the weight
+    kernel.forward(block, result, False)  # the same keys again: the same output, twice the weight
     twice, twice_lse = arrays.download(*result)
     within(twice[:, 3 : 3 + seq], expected[0], bounds[0], "out of both")
     within(twice_lse[:, :, 3 : 3 + seq], expected[1] + np.log(2), bounds[1], "lse of both")
     rounded = arrays.upload(found.astype(whole[0].dtype))
-    sums = Gradients(*(arrays.upload(np.ones(x.shape, np.float32)) for x in (q, k, v)))
-    cudnn.backward(block, dout, OutLse(rounded, arrays.upload(found_lse)), sums)
-    dq, dk, dv = (x - 1 for x in arrays.download(*sums))
     own = slice(3, 3 + seq), *[slice(5, 5 + keys)] * 2
-    for array, wanted, allowed, inner in zip((dq, dk, dv), expected[2:], bounds[2:], own):
-        within(array[:, inner], wanted, allowed + bound(np.float32, 2, 1 + np.abs(wanted)), "gradient")
-        assert not np.delete(array, np.r_[inner], 1).any()
+    for before, overwrite in ((1, False), (np.nan, True)):
+        sums = Gradients(*(arrays.upload(np.full(x.shape, before, np.float32)) for x in (q, k, v)))
+        kernel.backward(block, dout, OutLse(rounded, arrays.upload(found_lse)), sums, overwrite)
+        added = (x - (0 if overwrite else before) for x in arrays.download(*sums))
+        for array, wanted, allowed, inner in zip(added, expected[2:], bounds[2:], own):
+            within(array[:, inner], wanted, allowed + bound(np.float32, 2, 1 + np.abs(wanted)), "gradient")
+            assert not np.delete(array, np.r_[inner], 1).any()
 
 
 def banded(q, k, v, dout, low, high):
@@ -148,6 +151,31 @@ def test_documents_of_a_block_are_merged_together(gpu, library):
     expected = reference(whole, segments=[3] * 8)
     for name, one, other, allowed in zip(("out", "lse"), (out, lse), expected, expected.bounds("bfloat16")):
         within(one, other, allowed, name)
+
+
+@pytest.mark.parametrize("dim", [5, 8, 128])
+@pytest.mark.parametrize("dtype", ["float64", "float32", *HALVES])
+def test_partial_results_become_one(gpu, dtype, dim):
+    """Of some rows each, a few at a time; log-sum-exps far apart, and a row that no block sees."""
+    rng, kind, blocks = np.random.default_rng(dim), arrays.dtype(dtype), []
+    q = arrays.empty((2, 6, 3, dim), kind, "cuda")
+    outs, lses = np.zeros((5, 2, 6, 3, dim)), np.full((5, 2, 6, 3), -np.inf)
+    for number, start in enumerate((0, 1, 2, 0, 1)):
+        out = rng.normal(size=(2, 5 - start, 3, dim)).astype(kind)
+        lse = (rng.normal(size=(2, 3, 5 - start)) * [[1], [30], [3000]]).astype(arrays.accumulator(kind))
+        outs[number, :, start:5], lses[number, :, start:5] = out, lse.swapaxes(1, 2)
+        blocks.append(cudnn.PendingRows(arrays.upload(out), arrays.upload(lse), np.int32(start), np.int32(5)))
+    result = new_result(q, q, arrays.accumulator(kind), overwrite=False)
+    for some in (blocks[: cudnn.BLOCKS], blocks[cudnn.BLOCKS :]):
+        cudnn.merge(some, result)
+    found, lse = arrays.download(*result)
+    assert not found[:, 5].any() and np.isneginf(lse[:, :, 5]).all()
+    top = lses.max(0)[:, :5]
+    weights = np.exp(lses[:, :, :5] - top)
+    close(lse[:, :, :5].swapaxes(1, 2), top + np.log(weights.sum(0)), 9, 30 + np.abs(top))
+    parts = (weights / weights.sum(0))[..., None] * outs[:, :, :5]
+    size = (30 + 2 * np.abs(top))[..., None] * np.abs(parts).sum(0)  # a log-sum-exp enters an exponential
+    close(found[:, :5], parts.sum(0), 9, size, dtype=lse.dtype)
 
 
 # -- plans

@@ -134,6 +134,7 @@ class pygraph:
         if self._facts:
             raise NotImplementedError("one operation in a graph")
         assert type(attn_scale) is float, "the library takes no number of numpy"
+        assert diagonal_alignment.name == "TOP_LEFT", "the only one that is emulated"
         made = {label: tensor(f"{name}::{label}") for label in outputs}
         self._tensors += made.values()
         self._facts = dict(

@@ -50,6 +50,10 @@ extern "C" __global__ void beside(T* y, int i) { y[i] = 1; }
 extern "C" __global__ void beside_shared(T* y, int i) { __shared__ T a[4]; a[i] = 1; y[0] = a[0]; }
 extern "C" __global__ void beside_dynamic(T* y, int i) { extern __shared__ T a[]; a[i] = 1; y[0] = a[0]; }
 extern "C" __global__ void misaligned(T* y) { *(pack<T, 4>*)(y + 1) = pack<T, 4>(); }
+extern "C" __global__ void lost_lane(T* y) {
+    if (threadIdx.x < 31) y[0] = __shfl_xor_sync(0xffffffffu, 1.0f, 1);
+    else __syncthreads();
+}
 extern "C" __global__ void overflow(int* y, int n) { y[0] = n * n; }
 """
 
@@ -113,6 +117,7 @@ ERRORS = {
     "beside_shared": ((4,), 0, "an index outside its array"),
     "beside_dynamic": ((4,), 16, "shared memory"),
     "misaligned": ((), 0, "multiple of 16"),
+    "lost_lane": ((), 0, "lanes that never come"),
     "overflow": ((70000,), 0, "an integer overflow"),
 }
 
@@ -122,7 +127,7 @@ def test_errors_in_a_kernel_are_found(device, kernel, name):
     args, shared, match = ERRORS[name]
     y = arrays.empty((16,), np.int32 if name == "overflow" else np.float32, "cuda")
     with failing(device, match):
-        kernel(name)((1,), (1,), (y, *map(np.int32, args)), shared_mem=shared)
+        kernel(name)((1,), (32,), (y, *map(np.int32, args)), shared_mem=shared)
 
 
 def test_a_write_beside_an_allocation_is_found(device, kernel):

@@ -109,7 +109,9 @@ def test_a_layer_is_the_same_on_the_device(gpu, make, shape, dtype):
     x_there, dy_there = arrays.upload(x), arrays.upload(dy)
     device.forward(x_there)  # the first one may bring tables to the device
     gpu.reset()
+    crossed = gpu.crossed
     y_there, saved_there = device.forward(x_there)
+    assert gpu.crossed == crossed
     dx_there = device.backward(dy_there, saved_there)
     assert gpu.synchronisations == []
     near(y_there, y, OPERATIONS, FORWARD, "output")

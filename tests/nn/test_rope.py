@@ -10,7 +10,7 @@ from support.tolerance import bound, close, within
 from mpipipe import arrays, nn
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import rope
-from mpipipe.nn.rope import RopeTables, scaling_of
+from mpipipe.nn.rope import TABLES, RopeTables, scaling_of
 
 POSITIONS = np.array([0, 1, 5, 4095, 100000])
 
@@ -27,6 +27,13 @@ def test_equal_positions_share_one_table():
     both = [kept.of(5, 4, 10.0, scaling) for scaling in (None, nn.LinearScaling(2.5), nn.LinearScaling(2.5))]
     assert both[0].base is not both[1].base is both[2].base
     assert len({kept.of(5, 8, 1e6, scaling).tobytes() for scaling in (None, *SCALINGS)}) == 1 + len(SCALINGS)
+
+
+def test_tables_that_were_not_used_for_long_are_dropped():
+    kept = tables()
+    first = kept.of([0], 4, 10.0)
+    assert all(kept.of([position], 4, 10.0) is not first for position in range(1, TABLES + 1))
+    assert kept.of([0], 4, 10.0) is not first
 
 
 def test_a_table_cannot_be_written():
