@@ -30,6 +30,7 @@ REMEDY = (
     f"call {', '.join(CALLS[:-1])} and {CALLS[-1]} on all ranks, in the same order and with "
     "the same arguments"
 )
+MOST_MADE = 256  # actions whose messages a report of a hang knows: it is sent from rank to rank
 
 
 class PipelineState:
@@ -184,7 +185,7 @@ class PipelineState:
         if done < len(steps):
             doing = f"{_named(steps[done])}, in {call.title}"
         made = []
-        for step in steps[:done]:
+        for step in steps[max(0, done - MOST_MADE) : done]:
             for message in step.sends:
                 made.append((str(message._replace(peer=self.pipe.rank)), _named(step)))
         return Snapshot(doing, bool(computes), self.thread, tuple(made))
