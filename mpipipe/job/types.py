@@ -58,6 +58,8 @@ class Snapshot(NamedTuple):
     # Whether that action runs code of the user, or of a layer, rather than waits for a message.
     computes: bool = False
     thread: int = 0  # the one that runs it
+    # Messages that have left by the plan, as their receivers wait for them, each with its action.
+    made: tuple[tuple[str, str], ...] = ()
 
 
 class Inspectable(Protocol):

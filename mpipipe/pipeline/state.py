@@ -19,7 +19,7 @@ from mpipipe.job import Ballot, Snapshot, digest, is_rank, whoami
 from mpipipe.pipeline.batch import BatchFacts
 from mpipipe.pipeline.construction import AgreedRanks
 from mpipipe.pipeline.executor import Executor
-from mpipipe.pipeline.plan import NAMES
+from mpipipe.pipeline.plan import NAMES, PlannedAction
 from mpipipe.text import counted, name_slice
 
 CALLS = ("step", "forward_train", "backward", "evaluate", "forward", "durations", "close")
@@ -30,6 +30,7 @@ REMEDY = (
     f"call {', '.join(CALLS[:-1])} and {CALLS[-1]} on all ranks, in the same order and with "
     "the same arguments"
 )
+MOST_MADE = 256  # actions whose messages a report of a hang knows: it is sent from rank to rank
 
 
 class PipelineState:
@@ -179,14 +180,19 @@ class PipelineState:
         if call is None or not self.running:
             return Snapshot()
         done, computes = divmod(len(call.marks), 2)
+        steps = call.plan.steps
         doing = f"the end of {call.title}"
-        if done < len(call.plan.steps):
-            action = call.plan.steps[done]
-            doing = (
-                f"{NAMES[action.op]} of stage {action.stage}, micro-batch {action.unit}, "
-                f"in {call.title}"
-            )
-        return Snapshot(doing, bool(computes), self.thread)
+        if done < len(steps):
+            doing = f"{_named(steps[done])}, in {call.title}"
+        made = []
+        for step in steps[max(0, done - MOST_MADE) : done]:
+            for message in step.sends:
+                made.append((str(message._replace(peer=self.pipe.rank)), _named(step)))
+        return Snapshot(doing, bool(computes), self.thread, tuple(made))
+
+
+def _named(action: PlannedAction) -> str:
+    return f"{NAMES[action.op]} of stage {action.stage}, micro-batch {action.unit}"
 
 
 _code = lru_cache(maxsize=16)(digest)  # the next call nearly always has the same facts

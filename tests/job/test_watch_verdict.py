@@ -194,6 +194,32 @@ def test_threads_hang_and_one_error_names_the_rank_that_computes(monkeypatch):
     assert "rank 0 waits for the gradient of micro-batch 0 over edge 1 from rank 1" in str(caught.value)
 
 
+@pytest.mark.parametrize(("skips", "unit"), [(0, 2), (1, 0)])
+def test_a_rank_that_skips_a_send_is_named_with_what_it_did_not_send(monkeypatch, skips, unit):
+    """Also where all ranks wait for each other then, and where a communicator numbers them in another way."""
+    monkeypatch.setenv("MPIPIPE_WATCHDOG", "1")
+
+    def job(comm):
+        turned = comm.Split(0, -comm.rank)
+        stage = nn.Stage([nn.Linear(4, 4)], first=turned.rank)
+        x = np.ones((4, 4), np.float32)
+        with Pipeline([stage], schedules.one_f_one_b(2, 4), turned, nn.mean_squared_error) as pipeline:
+            mailbox = pipeline.executor.messages.mailbox
+            put = mailbox.put
+            mailbox.put = lambda message, data: (turned.rank, message.unit) == (skips, unit) or put(message, data)
+            pipeline.step(x if turned.rank == 0 else None, x if turned.rank == 1 else None)
+
+    with pytest.raises(HangError) as caught:
+        inprocess.run(2, job)
+    action, what = [("forward", "activation"), ("backward", "gradient")][skips]
+    assert re.search(
+        rf"found: rank {1 - skips} on \S+ diverged: it is past {action} of stage {skips}, micro-batch {unit}, but rank "
+        rf"{skips} still waits for what this makes, the {what} of micro-batch {unit} over edge 1 from rank {skips} \(",
+        str(caught.value),
+    ), caught.value
+    assert str(caught.value).count("diverged") == 1
+
+
 def test_a_thread_that_is_busy_elsewhere_is_named_with_its_own_line(monkeypatch):
     monkeypatch.setenv("MPIPIPE_WATCHDOG", "1")
     wake = threading.Event()

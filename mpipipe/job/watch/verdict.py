@@ -17,7 +17,7 @@ from mpipipe.errors import MismatchError
 from mpipipe.job.rank_list import named
 from mpipipe.job.report import heading, write
 from mpipipe.job.types import GroupName
-from mpipipe.job.watch.dump import BUSY, Dump, Dumps, RankPlace
+from mpipipe.job.watch.dump import BUSY, Dump, Dumps, RankPlace, Waits
 from mpipipe.text import counted
 
 LISTED = 8  # waits that a report lists, and ranks that it blames
@@ -41,6 +41,7 @@ def judge(
         alone = bool(dump.waits) and not any(wait.peers for wait in dump.waits)
         if alone or (rank in blocking and not dump.waits):
             culprits.append(_occupation(dump, alone))
+    culprits = culprits or _diverged(dumps)
     if culprits:
         return culprits
     for rank in circle(blockers) or sorted(filter(blockers.get, blockers)):
@@ -162,6 +163,30 @@ def _occupation(dump: Dump, alone: bool) -> str:
             return f"{name} has been computing for {dump.quiet:.0f} s: {snapshot.doing}{place}"
         what = f"in {snapshot.doing}"
     return f"{name} has been {what} for {dump.quiet:.0f} s{place}"
+
+
+def _diverged(dumps: Dumps) -> list[str]:
+    """Say which ranks are past an action for whose message another one waits."""
+    culprits = []
+    for rank, dump in dumps.items():
+        for wait in dump.waits:
+            for peer in dumps.keys() & wait.peers:
+                action = _maker(wait, dumps[peer])
+                if action:
+                    culprits.append(
+                        f"{_named(dumps[peer])} diverged: it is past {action}, but rank {rank} "
+                        f"still waits for what this makes, {wait.text}"
+                    )
+    return culprits
+
+
+def _maker(wait: Waits, sender: Dump) -> str:
+    """Return the action, done by its sender, that makes a message; "" if there is none."""
+    for snapshot in sender.active:
+        for text, action in snapshot.made:
+            if wait.meeting is None and wait.text.startswith(text):
+                return action
+    return ""
 
 
 def _waiting(dumps: Dumps) -> list[str]:
