@@ -17,7 +17,7 @@ from mpipipe import Branches, attention, nn, optim
 from mpipipe.errors import ArgumentError, ConfigError, DataError, MismatchError
 from mpipipe.exchange import HaloConv
 from mpipipe.job import inprocess
-from mpipipe.train import Task, TaskConfig, check_task, estimate_task, run
+from mpipipe.train import Task, TaskConfig, check_task, estimate_task, run, trainer
 
 POINTS, WIDTH = 5, 8  # of which a rank of two has 3, and the other 2
 SEEDS = count()
@@ -203,6 +203,19 @@ def test_it_says_how_many_parameters_are_trained_and_whether_they_are_those_of_a
             self.outline = [*nn.LoRA(2, 4.0, ["linear"]).apply([nn.Linear(8, 12, bias=False)]), nn.Linear(8, 3)]
 
     assert Adapted().parameters_in_words() == words
+
+
+def test_the_bubble_counts_the_wait_for_a_batch(tmp_path, monkeypatch):
+    class Late(Field):
+        seconds = 0.0
+
+        def batch(self, step, rows, shard):
+            Late.seconds += 1000.0
+            return super().batch(step, rows, shard)
+
+    monkeypatch.setattr(trainer, "perf_counter", lambda: time.perf_counter() + Late.seconds)
+    record = trained(1, replace(EXACT, out=str(tmp_path / "run")), Late)
+    assert 0.99 < record.bubble < 1 and record.predicted == 0
 
 
 def test_a_validation_counts_its_batches_by_the_weights_of_the_loss(tmp_path):
