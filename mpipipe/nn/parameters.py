@@ -377,8 +377,6 @@ class StageBuffers:
         Their arrays, and what layers compute with.
     decay_ranges : list of (int, int, bool)
         (start, stop, decay) ranges of the flat buffers.
-    seed : int
-        What the initial values were drawn for.
     gpu : int or None
         Number of the GPU with the arrays; None on the host.
     merged : dict of str to (Layer, array)
@@ -396,7 +394,6 @@ class StageBuffers:
         device: str,
         seed: int,
     ):
-        self.seed = seed
         trained: dict[str, Parameter] = {}
         rest: dict[str, Parameter] = {}
         for name, parameter in declared.items():

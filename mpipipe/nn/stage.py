@@ -31,6 +31,18 @@ from mpipipe.nn.parameters import FlatBuffer, StageBuffers, frozen_names
 from mpipipe.nn.rope import RopeTables
 from mpipipe.text import counted
 
+# Attributes of a stage that are those of its buffers.
+OF_BUFFERS = (
+    "parameters",
+    "gradients",
+    "compute",
+    "frozen",
+    "decay_ranges",
+    "gpu",
+    "owners",
+    "tied_copies",
+)
+
 
 class Stage(Differentiable):
     """Consecutive layers whose parameters, and gradients, lie in one array each.
@@ -79,6 +91,8 @@ class Stage(Differentiable):
         The rotary tables that the layers share.
     index : int or None
         Set by the pipeline: the logical stage number.
+    seed : int
+        What initial values, and random numbers of layers, are drawn for.
 
     Raises
     ------
@@ -122,6 +136,7 @@ class Stage(Differentiable):
         self.kernels = kernels.of(self.device, self.dtype)
         self.layers = tuple(layers)
         self.first = first
+        self.seed = seed
         self.position = Position()
         self.poll: Callable[[], object] | None = None
         self.index: int | None = None
@@ -159,6 +174,16 @@ class Stage(Differentiable):
             merge(self, anew=True)
         _mark_frozen(self.named_layers)
         self.end_backward(False)
+
+    def __init_subclass__(cls) -> None:
+        # Optimizers would read these in place of the arrays, without a word.
+        for name in OF_BUFFERS:
+            if name in vars(cls):
+                raise ArgumentError(
+                    "a subclass of nn.Stage replaces what belongs to its arrays",
+                    found=f"{cls.__name__}.{name}",
+                    remedy="choose another name",
+                )
 
     def __repr__(self) -> str:
         size = sum(array.size for array in self.compute.values())
@@ -239,11 +264,6 @@ class Stage(Differentiable):
     def decay_ranges(self) -> list[tuple[int, int, bool]]:
         """(start, stop, decay) ranges of `parameters.flat`."""
         return self.buffers.decay_ranges
-
-    @property
-    def seed(self) -> int:
-        """What initial values, and random numbers of layers, are drawn for."""
-        return self.buffers.seed
 
     @property
     def gpu(self) -> int | None:

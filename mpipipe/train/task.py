@@ -357,15 +357,17 @@ class Task:
 
     def parameters_in_words(self) -> str:
         """Return how many parameters there are, and how many are trained if not all of them."""
-        count = count_once(declared(self.outline))
+        everything = declared(self.outline)
         entries = self.trained()
+        count = count_once(everything)
         trained = count_once(entries)
-        if any(map(nn.is_adapter, entries)):
-            adapters = f"and {trained:,} of adapters, which alone are trained"
-            return f"{count - trained:,} parameters {adapters}"
-        if trained != count:
+        if trained == count:
+            return f"{count:,} parameters"
+        if not all(map(nn.is_adapter, entries)):
             return f"{count:,} parameters of which {trained:,} are trained"
-        return f"{count:,} parameters"
+        rest = {name: entry for name, entry in everything.items() if not nn.is_adapter(name)}
+        adapters = f"and {trained:,} of adapters, which alone are trained"
+        return f"{count_once(rest):,} parameters {adapters}"
 
     def beginning(self) -> str:
         """Return where the weights come from at the begin; "" where they are drawn."""

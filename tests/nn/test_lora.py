@@ -62,6 +62,23 @@ def test_gradients_agree_with_finite_differences(targets, sizes):
     assert all(stage.gradients[name].any() for name in stage.gradients)
 
 
+@pytest.mark.parametrize("frozen", "AB")
+def test_one_matrix_of_an_adapter_may_be_frozen(frozen):
+    def gradients(*patterns):
+        layers = nn.LoRA(3, 6.0, LLAMA_TARGETS).apply(GPT(**SIZES).build(Local()))
+        stage = nn.Stage(layers, "float64", frozen=patterns)
+        for name, array in stage.parameters.items():
+            array[...] = np.random.default_rng(len(name)).standard_normal(array.shape)
+        stage.refresh()
+        y, saved = stage.forward(IDS)
+        stage.backward(y, saved)
+        return dict(stage.gradients)
+
+    whole, part = gradients(), gradients(f"*lora_{frozen}")
+    assert 0 < len(part) == len(whole) // 2
+    np.testing.assert_equal(part, {name: whole[name] for name in part})
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_matrices_stay_as_they_are_and_layers_follow_the_adapters(dtype):
     stage = stage_of(["q_proj", "down_proj"], dtype=dtype)

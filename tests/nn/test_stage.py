@@ -100,6 +100,21 @@ def test_wrong_arguments_are_refused():
             nn.Stage(layers, **options)
 
 
+def test_a_subclass_has_its_seed_and_no_name_of_the_arrays():
+    class Own(nn.Stage):
+        def __init__(self, seed):
+            self.seed = seed
+            super().__init__([nn.Linear(3, 3)], seed=seed)
+
+    expected = nn.Stage([nn.Linear(3, 3)], seed=4).parameters.flat
+    np.testing.assert_array_equal(Own(4).parameters.flat, expected)
+    for name in ("decay_ranges", "frozen", "parameters"):
+        with pytest.raises(ArgumentError, match=rf"replaces what belongs to its arrays\n.*Other.{name}"):
+            type("Other", (nn.Stage,), {name: []})
+        with pytest.raises(AttributeError, match=name):
+            setattr(Own(4), name, [])
+
+
 def test_integers_only_where_the_first_layer_takes_them():
     ids = np.zeros((2, 3), np.int64)
     nn.Stage([nn.Sequential([nn.Embedding(4, 3)])]).forward(ids)

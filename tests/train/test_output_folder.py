@@ -1,5 +1,6 @@
 """One output folder for all ranks, whatever their working folders, and never one that a rank cannot see."""
 
+import errno
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import pytest
 from support.small_training import config_fixture, config_in, records
 
 from mpipipe import files
+from mpipipe.checkpoint import owner
 from mpipipe.errors import ConfigError, OwnerError, StorageError
 from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
@@ -164,3 +166,18 @@ def test_values_come_back_from_the_file_as_they_were(tmp_path):
     assert b'data = ["/data/\xff"]' in (tmp_path / "config.toml").read_bytes()
     with pytest.raises(ConfigError, match="not TOML"):
         read_keys(tmp_path / "config.toml")
+
+
+def test_a_process_that_can_open_no_more_files_does_not_blame_the_folder(tmp_path, monkeypatch):
+    """The file that cannot be written then says so."""
+
+    def refuse(*_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(tmp_path))
+
+    def job(comm):
+        monkeypatch.setattr(owner, "read", refuse)
+        kept = owner.Owner(tmp_path, "token")
+        output_folder.make_folder(tmp_path, comm)
+        kept.release()
+
+    inprocess.run(1, job)

@@ -17,7 +17,7 @@ from mpipipe import Branches, attention, nn, optim
 from mpipipe.errors import ArgumentError, ConfigError, DataError, MismatchError
 from mpipipe.exchange import HaloConv
 from mpipipe.job import inprocess
-from mpipipe.train import Task, TaskConfig, check_task, estimate_task, run
+from mpipipe.train import Task, TaskConfig, check_task, estimate_task, run, trainer
 
 POINTS, WIDTH = 5, 8  # of which a rank of two has 3, and the other 2
 SEEDS = count()
@@ -185,6 +185,37 @@ def test_groups_freezing_and_an_optimizer_of_its_own(tmp_path):
         Slow.freeze, Slow.groups = freeze, (optim.Group(match, lr=0.0),)
         with pytest.raises(ConfigError, match=text):
             parameters(Slow, 3, "refused")
+
+
+@pytest.mark.parametrize(
+    ("freeze", "words"),
+    [
+        ((), "163 parameters of which 67 are trained"),
+        (("1.*",), "123 parameters and 40 of adapters, which alone are trained"),
+        (("1.*", "*lora_A"), "123 parameters and 24 of adapters, which alone are trained"),
+        (("*", "!1.bias"), "163 parameters of which 3 are trained"),
+    ],
+)
+def test_it_says_how_many_parameters_are_trained_and_whether_they_are_those_of_adapters(freeze, words):
+    class Adapted(Field):
+        def __init__(self):
+            self.freeze = freeze
+            self.outline = [*nn.LoRA(2, 4.0, ["linear"]).apply([nn.Linear(8, 12, bias=False)]), nn.Linear(8, 3)]
+
+    assert Adapted().parameters_in_words() == words
+
+
+def test_the_bubble_counts_the_wait_for_a_batch(tmp_path, monkeypatch):
+    class Late(Field):
+        seconds = 0.0
+
+        def batch(self, step, rows, shard):
+            Late.seconds += 1000.0
+            return super().batch(step, rows, shard)
+
+    monkeypatch.setattr(trainer, "perf_counter", lambda: time.perf_counter() + Late.seconds)
+    record = trained(1, replace(EXACT, out=str(tmp_path / "run")), Late)
+    assert 0.99 < record.bubble < 1 and record.predicted == 0
 
 
 def test_a_validation_counts_its_batches_by_the_weights_of_the_loss(tmp_path):

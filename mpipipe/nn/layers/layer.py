@@ -353,10 +353,13 @@ class Layer(Differentiable):
                 columns = dy[:, start:stop]
                 if arrays.is_device(dy):  # products there take whole rows
                     columns = arrays.copied(columns)
-            inner = kernels.linear(x, a)
-            kernels.linear_backward_weight(columns, kernels.scale(inner, scale, inner), db)
-            inner = kernels.linear_backward_input(columns, b)
-            kernels.linear_backward_weight(kernels.scale(inner, scale, inner), x, da)
+            # One of them may be frozen.
+            if db is not None:
+                inner = kernels.linear(x, a)
+                kernels.linear_backward_weight(columns, kernels.scale(inner, scale, inner), db)
+            if da is not None:
+                inner = kernels.linear_backward_input(columns, b)
+                kernels.linear_backward_weight(kernels.scale(inner, scale, inner), x, da)
 
 
 def full_name(name: str, key: str) -> str:

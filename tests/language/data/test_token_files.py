@@ -117,6 +117,13 @@ def test_a_damaged_file_of_tokens_is_refused_by_name(tmp_path, damage):
     assert str(beside(path, end)) in caught.value.found and caught.value.remedy
 
 
+def test_an_npy_file_of_another_program_is_refused_with_what_to_do(tmp_path):
+    np.save(tmp_path / "ids.npy", np.arange(9))
+    with pytest.raises(DataError, match="what is said of a file of tokens") as caught:
+        data.find([tmp_path / "ids.npy"])
+    assert str(tmp_path / "ids.npy") in caught.value.found and "Megatron" in caught.value.remedy
+
+
 def test_an_index_of_documents_out_of_order_is_found_when_it_is_read(tmp_path):
     path = write_tokens(tmp_path / "tokens", np.zeros(80), STARTS, [7] * 8)
     tokens = data.find([path]).whole()
