@@ -141,7 +141,6 @@ class Stage(Differentiable):
         self.poll: Callable[[], object] | None = None
         self.index: int | None = None
         self.before_write: list[Callable[[], object]] = []
-        self.version = 0  # layers raise it when they change, for CUDA graphs
         for place, layer in enumerate(self.layers):
             if not isinstance(layer, Layer):
                 raise ArgumentError(

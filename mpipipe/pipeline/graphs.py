@@ -137,7 +137,7 @@ class StageGraphs:
         """Record anew if parameters have moved, or an attribute of a layer was set."""
         stage = self.stage
         places = map(arrays.address, (stage.compute.flat, stage.gradients.flat))
-        read = (*places, *stage.owners.items(), stage.version)
+        read = (*places, *stage.owners.items(), stage.names.version)
         if read == self._read:
             return
         self._read = read

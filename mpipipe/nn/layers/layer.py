@@ -246,7 +246,7 @@ class Layer(Differentiable):
         is_gradient = name.endswith("_grad") and name[:-5] in self.declared
         if self.stage is not None and not is_gradient:
             if vars(self).get(name, self) is not value:
-                self.stage.version += 1
+                self.stage.names.version += 1
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:

@@ -169,6 +169,8 @@ class Names(Differentiable):
 
     # True while a `HeadCrossEntropy` makes the product of the `Head` at the end.
     headless = False
+    # Layers raise it when one of their attributes changes: CUDA graphs have read these.
+    version = 0
 
     def __init__(self, stage: Stage, layers: Sequence[Layer]) -> None:
         self.stage = stage
