@@ -325,8 +325,8 @@ class NormOfStep:
     Attributes
     ----------
     factor : cupy.ndarray
-        What to multiply gradients by, () of float64; NaN where a gradient is not finite. It is there
-        until the norm is read.
+        What to multiply gradients by, () of float64; NaN where a gradient is not finite. It is
+        there until the norm is read.
     """
 
     def __init__(
