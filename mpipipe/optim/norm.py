@@ -325,7 +325,8 @@ class NormOfStep:
     Attributes
     ----------
     factor : cupy.ndarray
-        What to multiply gradients by, () of float64; NaN where a gradient is not finite.
+        What to multiply gradients by, () of float64; NaN where a gradient is not finite. It is
+        there until the norm is read.
     """
 
     def __init__(
@@ -371,7 +372,10 @@ class NormOfStep:
                 row.wait(self._download.is_done, keeping=self)
             squares = self._download.result()[0].tolist()
             self._measured = _measured(squares, self._owners, self._scale)
+            # Norms of many steps may be kept, once they are read.
             self._download = None
+            self._owners = []
+            del self.factor
             if self._measured.bad is not None and self._optimizer is not None:
                 self._optimizer.steps -= 1  # the device has not made it
         return self._measured

@@ -447,7 +447,7 @@ def pieces(
             stop = min(high, end, share[1])
             decay = group.weight_decay
             if decay is None:
-                decay = weight_decay * decays
+                decay = weight_decay * bool(decays)
             if start < stop:
                 yield GroupPiece(start, stop, group.lr, decay)
 

@@ -48,20 +48,27 @@ def measure(measured: MeasuredRanks) -> Profile:
         links[size] = measure_link(pipe, message, action)
         # A training has one size, and libraries keep something for each.
         process = process or process_bytes()
-    everyone = group_of(pipe).gather(
-        "plan: what the ranks of a pipeline have measured", layer_costs(measured, action)
+    everyone = group.gather(
+        "plan: what all ranks have measured", (pipe.rank, layer_costs(measured, action))
     )
-    pipeline_costs = {}
+    slowest: dict[int, tuple[RankCosts, ...]] = {}
     for size in sizes:
-        pipeline_costs[size] = tuple([costs[size] for costs in everyone])
+        # Replicas wait for the slowest of them, at each place of the pipeline.
+        ranks = sorted([(place, costs[size]) for place, costs in everyone], key=_computing)
+        slowest[size] = tuple([costs for _, costs in sorted(dict(ranks).items())])
     return Profile(
         problem.kinds,
-        costs=pipeline_costs,
+        costs=slowest,
         links=links,
         sizes=sizes,
         states=problem.states,
-        process=max(group_of(pipe).gather("plan: the bytes of processes", process)),
+        process=max(group.gather("plan: the bytes of processes", process)),
     )
+
+
+def _computing(of_place: tuple[int, RankCosts]) -> float:
+    """Return the seconds of forwards and backwards of all kinds of layers."""
+    return sum(layer.forward + layer.backward for layer in of_place[1].layers)
 
 
 # Seconds of a rank's layers, by kind and action.

@@ -207,10 +207,12 @@ class _Search:
         seen = set()  # some schedules are the same with one stage on each rank
         for microbatches, (name, chunks) in product(space.microbatches, space.forms):
             fields = {"schedule": name, "chunks": chunks, "microbatches": microbatches}
-            if "partition" not in space.fixed:
+            # Cutting many layers takes long, and a schedule that is too large is refused anyway.
+            small = microbatches * chunks * space.ranks <= schedules.MOST_UNITS
+            if small and "partition" not in space.fixed:
                 size = -(-space.rows // microbatches)
                 fields["partition"] = cut_by_time(self.profile, size, chunks * space.ranks)
-            choice = Choice(**{**space.fixed, **fields})
+            choice = Choice(**{"partition": (), **space.fixed, **fields})
             plan = self.predicted(choice)
             if plan is None:
                 continue

@@ -2,6 +2,7 @@
 
 import gc
 import math
+import weakref
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -77,7 +78,25 @@ def test_the_factor_has_the_bits_of_an_exact_sum(gpu, count, scale, divisor):
             assert float(found) == factor_on_host(squares, max_norm, scale, divisor)
 
 
+@pytest.mark.parametrize("value, count", [(math.inf, 1), (math.nan, 1), (1e308, 41)], ids=["inf", "nan", "sum"])
+def test_the_factor_of_a_sum_that_is_not_finite_is_nan(gpu, value, count):
+    squares = np.ones(41)
+    squares[-count:] = value
+    for max_norm in (0.5, math.inf):
+        assert math.isnan(arrays.download(clip_factor(arrays.upload(squares), max_norm, 1.0, 2.0)))
+
+
 # -- a step
+
+
+def test_a_norm_that_was_read_holds_nothing_of_its_step(gpu):
+    """Norms of many steps may be kept."""
+    stages = [nn.Stage([], device="cuda"), *made()]
+    norm = optim.scaled_step(optim.AdamW(stages, 0.01), optim.LossScaler(1.0, dynamic=False), 1.0)
+    factor = weakref.ref(norm.factor)
+    assert factor() is not None
+    assert float(norm) == 0.0
+    assert factor() is None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

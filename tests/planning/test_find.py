@@ -14,7 +14,7 @@ from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
 from mpipipe.language.models.fine_tuning import FineTuning
 from mpipipe.language.task import TextTask
-from mpipipe.planning import Choice, Link, links, probe, step_memory
+from mpipipe.planning import Choice, LayerCosts, Link, RankCosts, links, probe, step_memory
 from mpipipe.planning.find import find_plan
 from mpipipe.schedules import simulate
 from mpipipe.train import TrainConfig, train
@@ -84,6 +84,21 @@ def test_plans_are_ranked_by_what_they_take_where_ranks_share_network_cards(seq_
     said = capsys.readouterr().out
     assert said.split()[0] == "schedule" and len(said.splitlines()) >= 12
     assert "\nreal steps take " in said and f"--mesh-order {order}" in said
+
+
+def test_layers_of_a_place_cost_what_they_cost_on_its_slowest_replica(monkeypatch):
+    def costs(measured, action):
+        slow = 4.0 if measured.mesh.coords[:2] == (1, 1) else 1.0
+        return dict.fromkeys(measured.problem.space.sizes, RankCosts((LayerCosts(slow, slow, slow, slow, slow),) * 6))
+
+    def on_each_rank(comm):
+        with (measured := measured_on(comm, pipe=2)).mesh:
+            return probe.measure(measured)
+
+    monkeypatch.setattr(probe, "layer_costs", costs)
+    for profile in inprocess.run(4, on_each_rank):
+        for ranks in profile.costs.values():
+            assert [rank.layers[0].forward for rank in ranks] == [1.0, 4.0]
 
 
 def test_a_plan_is_made_over_mpi(comm):

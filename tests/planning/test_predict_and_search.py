@@ -19,6 +19,7 @@ from mpipipe.planning import (
     find_plans,
     parse_bytes,
     predict,
+    search,
 )
 from mpipipe.planning.find import in_words, table
 from mpipipe.planning.problem import layers_with
@@ -242,3 +243,9 @@ def test_slices_of_a_sequence_share_what_was_measured_of_it():
         assert found.memory == (108, 108)
     found = Space(ranks=2, layers=4, rows=2, fixed={"slices": 4})
     assert 1 in found.microbatches
+
+
+def test_a_schedule_that_is_too_large_is_refused_before_its_layers_are_cut(monkeypatch):
+    monkeypatch.setattr(search, "cut_by_time", None)
+    with pytest.raises(ArgumentError, match="the schedule is too large"):
+        find_plans(profile(), Space(2, 6, 2**19, {"microbatches": 2**19}))
