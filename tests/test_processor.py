@@ -108,17 +108,19 @@ def test_threads_of_the_user_take_turns_or_work_alone(pool):
 @pytest.mark.parametrize("again", [False, True])
 def test_ctrl_c_waits_for_pieces_that_have_begun(pool, again):
     pool(2)
-    main, begun, ended = threading.get_ident(), [], []
+    main, begun, ended, met = threading.get_ident(), [], [], threading.Event()
 
     def work(piece):
         begun.append(piece)
         if threading.get_ident() != main and len(ended) < 3:
+            met.set()
             _thread.interrupt_main()
             time.sleep(0.02)
             if again:
                 _thread.interrupt_main()  # while the main thread waits
             time.sleep(0.02)
         else:
+            met.wait(10)  # on a busy machine the other thread wakes up late
             time.sleep(0.001)
         ended.append(piece)
 

@@ -37,7 +37,7 @@ def parameters(folder):
     return found.model, stage.parameters
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_training_has_the_losses_of_the_whole_head(comm, config, capsys, tied):
     """Also with replicas, shards and slices of sequences, a sample at the end, and resumed."""
     whole = config("whole", tied=tied, sample_bytes=12)
@@ -65,7 +65,7 @@ def test_a_training_has_the_losses_of_the_whole_head(comm, config, capsys, tied)
         train(replace(again, out=again.out + "2", head_slices=2), GPT, comm)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_folders_have_the_whole_head_and_are_cut_where_they_are_read(comm, config, tied):
     keys = dict(tied=tied, head_slices=3, steps=2)
     plain, ours = config("plain", tied=tied, steps=2), config("ours", **keys)

@@ -74,7 +74,12 @@ def recorded(computes):
 
 
 @pytest.mark.parametrize(
-    "name, chunks, recompute", [("one_f_one_b", 1, False), ("zero_bubble_h1", 1, True), ("interleaved_1f1b", 2, True)]
+    "name, chunks, recompute",
+    [
+        ("one_f_one_b", 1, False),
+        ("zero_bubble_h1", 1, True),
+        pytest.param("interleaved_1f1b", 2, True, marks=pytest.mark.long),
+    ],
 )
 def test_graphs_give_the_same_bits(gpu, comm, monkeypatch, name, chunks, recompute):
     schedule = dense.build(name, comm.size, chunks, 4)

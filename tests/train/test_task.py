@@ -215,7 +215,7 @@ def test_the_bubble_counts_the_wait_for_a_batch(tmp_path, monkeypatch):
 
     monkeypatch.setattr(trainer, "perf_counter", lambda: time.perf_counter() + Late.seconds)
     record = trained(1, replace(EXACT, out=str(tmp_path / "run")), Late)
-    assert 0.99 < record.bubble < 1 and record.predicted == 0
+    assert 0.99 < record.bubble < 1 and record.predicted < 1e-9
 
 
 def test_a_validation_counts_its_batches_by_the_weights_of_the_loss(tmp_path):
