@@ -97,7 +97,8 @@ def test_sums_of_two_replicas_have_the_bits_of_those_by_mpi(own, comm, monkeypat
     assert comm.size > 2 or crossed <= 2 * 2 * MODEL["seq_len"] * 8 + 2 * 8
 
 
-@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("tied", [False, True])
 def test_replicas_with_graphs_have_the_bits_of_those_without(own, comm, monkeypatch, tied):
     if comm.size % 2:
         pytest.skip("needs an even number of ranks")

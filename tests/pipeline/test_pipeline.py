@@ -20,7 +20,9 @@ def test_every_schedule_equals_the_dense_model(comm, monkeypatch, name, chunks, 
     assert peak == simulate(schedule).peak_activations[comm.rank]
 
 
-@pytest.mark.parametrize("name, chunks", [("interleaved_1f1b", 2), ("zero_bubble_h1", 1)])
+@pytest.mark.parametrize(
+    "name, chunks", [pytest.param("interleaved_1f1b", 2, marks=pytest.mark.long), ("zero_bubble_h1", 1)]
+)
 def test_messages_of_a_megabyte_and_artificial_tag_limits(comm, monkeypatch, name, chunks):
     monkeypatch.setenv("MPIPIPE_SYNC_SENDS", "1")
     monkeypatch.setenv("MPIPIPE_TAG_UB", "7")  # several channels

@@ -39,7 +39,7 @@ def compare(comm, cuts, slices, lengths=None, microbatches=2, windows=None, **op
 @pytest.mark.parametrize(
     "slices, lengths, microbatches, windows, options",
     [
-        (3, (5, 4, 3), 2, WINDOWS, dict(tied=True)),
+        pytest.param(3, (5, 4, 3), 2, WINDOWS, dict(tied=True), marks=pytest.mark.long),
         (2, None, 1, None, dict(positions="learned", qk_norm=True)),
         pytest.param(8, None, 3, WINDOWS, {}, marks=pytest.mark.long),
     ],

@@ -87,6 +87,7 @@ def test_training_gives_the_same_bits_with_one_array_and_with_many(comm, before)
         }
 
 
+@pytest.mark.long
 def test_training_on_a_device_has_the_same_bits_with_one_array_and_with_many(gpu, comm):
     alone = parts_of(comm, 1)
     expected, _ = trained(alone, gpipe(1, 3), device="cuda", dtype="bfloat16", layers=1)

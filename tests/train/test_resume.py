@@ -263,6 +263,7 @@ def test_what_cannot_be_resumed_is_refused_on_every_rank_and_nothing_is_changed(
         assert caught.value.remedy
 
 
+@pytest.mark.long
 def test_an_older_checkpoint_is_resumed_and_those_behind_it_are_set_aside(comm, config, cut_short, capsys):
     chosen = config()
     cut_short(chosen, comm, 5)

@@ -223,6 +223,7 @@ def test_half_precision_reaches_about_the_loss_of_single(comm, config, dtype, op
     assert ("loss_scale" in last) == (dtype == "float16") and "loss_scale" not in metrics(single)[-1]
 
 
+@pytest.mark.long
 @pytest.mark.few(False)
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
 def test_steps_whose_gradients_overflow_are_skipped_by_every_rank_until_the_scale_fits(comm, config, monkeypatch):

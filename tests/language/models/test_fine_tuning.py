@@ -71,7 +71,10 @@ def test_a_training_of_adapters_leaves_them_and_the_model_with_them(comm, run, b
         open_model(out / "adapter")
 
 
-@pytest.mark.parametrize("sharded", [{}, {"dtype": "bfloat16", "pipe": 1, "batch": 8, "shard_optimizer": True}])
+@pytest.mark.parametrize(
+    "sharded",
+    [{}, pytest.param({"dtype": "bfloat16", "pipe": 1, "batch": 8, "shard_optimizer": True}, marks=pytest.mark.long)],
+)
 def test_a_training_goes_on_with_adapters_and_from_a_checkpoint_to_the_bit(comm, run, base, sharded):
     keys = dict(from_=str(base), lora=LORA, steps=6, **sharded)
     whole = run("whole", **{**keys, "shard_optimizer": False})
