@@ -175,9 +175,9 @@ class Stage(Differentiable):
         self.end_backward(False)
 
     def __init_subclass__(cls) -> None:
-        # Optimizers would read these in place of the arrays, without a word.
+        # Optimizers would read these in place of the arrays, without a word. A property is meant.
         for name in OF_BUFFERS:
-            if name in vars(cls):
+            if not isinstance(vars(cls).get(name, property()), property):
                 raise ArgumentError(
                     "a subclass of nn.Stage replaces what belongs to its arrays",
                     found=f"{cls.__name__}.{name}",
