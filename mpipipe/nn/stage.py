@@ -31,8 +31,8 @@ from mpipipe.nn.parameters import FlatBuffer, StageBuffers, frozen_names
 from mpipipe.nn.rope import RopeTables
 from mpipipe.text import counted
 
-# Attributes of a stage that are those of its buffers.
-OF_BUFFERS = (
+# Properties of a stage that say where its arrays lie, and what its layers have in common.
+OF_ARRAYS = (
     "parameters",
     "gradients",
     "compute",
@@ -41,6 +41,11 @@ OF_BUFFERS = (
     "gpu",
     "owners",
     "tied_copies",
+    "layer_of",
+    "ties",
+    "takes",
+    "gives",
+    "first_layer",
 )
 
 
@@ -176,10 +181,10 @@ class Stage(Differentiable):
 
     def __init_subclass__(cls) -> None:
         # Optimizers would read these in place of the arrays, without a word. A property is meant.
-        for name in OF_BUFFERS:
-            if not isinstance(vars(cls).get(name, property()), property):
+        for name in OF_ARRAYS:
+            if not isinstance(getattr(cls, name), property):
                 raise ArgumentError(
-                    "a subclass of nn.Stage replaces what belongs to its arrays",
+                    "a subclass of nn.Stage replaces what belongs to its arrays or layers",
                     found=f"{cls.__name__}.{name}",
                     remedy="choose another name",
                 )

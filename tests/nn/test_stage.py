@@ -108,9 +108,11 @@ def test_a_subclass_has_its_seed_and_no_name_of_the_arrays():
 
     expected = nn.Stage([nn.Linear(3, 3)], seed=4).parameters.flat
     np.testing.assert_array_equal(Own(4).parameters.flat, expected)
-    for name in ("decay_ranges", "frozen", "parameters"):
-        with pytest.raises(ArgumentError, match=rf"replaces what belongs to its arrays\n.*Other.{name}"):
-            type("Other", (nn.Stage,), {name: []})
+    for name in ("decay_ranges", "frozen", "parameters", "ties", "takes"):
+        mixed = type("Mixed", (), {name: []})
+        for bases, content in ((nn.Stage,), {name: []}), ((mixed, nn.Stage), {}):
+            with pytest.raises(ArgumentError, match=rf"replaces what belongs to its arrays or layers\n.*Other.{name}"):
+                type("Other", bases, content)
         with pytest.raises(AttributeError, match=name):
             setattr(Own(4), name, [])
 
