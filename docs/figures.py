@@ -214,7 +214,7 @@ def slices() -> str:
 # -- One curve of losses, however a model is trained ------------------------------------------------------------------
 
 
-STEPS, WIDTH = 100, 16
+STEPS, WIDTH = 50, 16
 CURVES = {
     "gpipe, 4 ranks": (4, schedules.gpipe(4, MICROBATCHES)),
     "1F1B, 4 ranks": (4, schedules.one_f_one_b(4, MICROBATCHES)),
