@@ -232,6 +232,7 @@ def test_of_54_plans_pairs_are_in_the_right_order_and_the_best_is_found(shape, m
 
 
 @pytest.mark.long
+@pytest.mark.judges
 @pytest.mark.parametrize("places", PLACES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_simgrid_says_the_same(shape, places):
