@@ -25,7 +25,7 @@ from mpipipe.pipeline.batch import (
     LossFunction,
     check_place,
 )
-from mpipipe.pipeline.check import CheckedMessages, CheckedStage, Checks, checked_loss
+from mpipipe.pipeline.check import CheckedStage, Checks, checked_loss
 from mpipipe.pipeline.clock import DeviceClock, HostClock
 from mpipipe.pipeline.construction import (
     Arguments,
@@ -192,10 +192,8 @@ class Pipeline:
         )
         mailbox = Mailbox(transport, pipe)
         checks = None
-        messages = StageMessages(mailbox)
         if arguments.check:
             checks = Checks(self.rank, schedule.stages - 1)
-            messages = CheckedMessages(mailbox=mailbox, checks=checks)
         tied = tie(pipe, transport, stages, ranks.ties)
         self._gradients = StepGradients(ranks, tied, checks)
         self._poll: Callable[[], None] = mailbox.poll
@@ -227,7 +225,7 @@ class Pipeline:
         self.executor = Executor(
             self.rank,
             attached,
-            messages,
+            StageMessages(mailbox),
             LossEvaluation(loss, Weighing(pipe, ranks.replicas, schedule.placement[-1])),
             self._gradients,
             checks,
@@ -728,12 +726,8 @@ class Pipeline:
         check_place("gradients", gradients, self.rank == root, where)
         outputs = in_order(call.outputs)
         parts = self._batches.slicing.cut_as(gradients, outputs)
-        checks = self.executor.checks
         for unit, (gradient, y) in enumerate(zip(parts, outputs)):
             try:
-                if checks is not None and scale == 1:
-                    what = "a gradient that backward was given is not finite"
-                    checks.finite(gradient, "doutput", what)
                 call.loss_gradients[unit] = Loss.scaled(gradient, scale, y)
             except MpipipeError as error:
                 error.microbatch = call.positions[unit].microbatch

@@ -12,7 +12,7 @@ from support.random_schedules import runnable_schedules
 from support.small_gpt import text
 
 from mpipipe import Mesh, Pipeline, arrays, nn, optim
-from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, PeerError, StageError
+from mpipipe.errors import ArgumentError, MismatchError, PeerError, StageError
 from mpipipe.job import inprocess
 from mpipipe.schedules import gpipe, looped_bfs, simulate
 
@@ -297,14 +297,6 @@ def test_gradients_that_do_not_fit_are_refused_and_may_be_given_anew(comm, case)
         pipe.backward(np.ones((4, WIDTH)), scale=0 if comm.size == 1 else 1)
     pipe.backward(None if y is None else [y[:2], y[2:]])
     near(pipe.stages[0].gradient, dense_like(comm.size, np.ones((4, WIDTH)), comm.rank))
-    pipe.close()
-
-
-def test_nan_gradients_are_found_in_check_mode(comm):
-    pipe, _, y = halfway(comm, check=True)
-    with pytest.raises(MpipipeError, match="a gradient that backward was given is not finite"):
-        pipe.backward(None if y is None else y * np.nan)
-    pipe.backward(y)
     pipe.close()
 
 
