@@ -18,7 +18,7 @@ import numpy as np
 
 from mpipipe import arrays, nn
 from mpipipe.arrays import Array, Tree
-from mpipipe.errors import ArgumentError, MpipipeError, StageError
+from mpipipe.errors import ArgumentError
 from mpipipe.nn import FlatBuffer, Pending, Position, Saved, kernels
 from mpipipe.nn.kernels import Kernels
 
@@ -316,11 +316,6 @@ class UserStage(UserArrays, nn.Differentiable):
         super().__init__(user_stage)
         # True if all gradients are known, so that replicas can sum them.
         self.shows_gradients = bool(self.inner_stages) or hasattr(user_stage, "gradients")
-        # Names that inputs of the first stage must have; None if that is not known.
-        self.input_names: set[str] | None = None
-        takes = self.given("takes")
-        if type(takes) is tuple:
-            self.input_names = {*takes}
         self.position = Position()
         # The last forward that was called, and whether it takes a position.
         self._forward: tuple[Any, bool] = (None, False)
@@ -381,16 +376,8 @@ class UserStage(UserArrays, nn.Differentiable):
             inner.refresh()
         self._set_ends(ends)
         refresh = self.given("refresh")
-        if refresh is None:
-            return
-        try:
+        if refresh is not None:
             refresh()
-        except MpipipeError:
-            raise
-        except Exception as error:
-            if arrays.memory_shortage(error) is not None:
-                raise
-            raise StageError(f"refresh raised {type(error).__name__}: {error}") from error
 
     def _set_ends(self, ends: bool) -> None:
         # Anything else than a bool is an attribute of the user's own.

@@ -360,12 +360,6 @@ def check_arguments(arguments: Arguments, comm: Communicator) -> dict[int, Pipel
             raise
     if arguments.has_replicas:
         _check_own_gradients(checked)
-    if loss is not None and not callable(loss):
-        raise ArgumentError(
-            "loss",
-            found=type(loss).__name__,
-            expected="a function (output, target) -> (value, doutput)",
-        )
     if getattr(loss, "over_batch", False) and comm.rank == schedule.placement[-1]:
         check_forwards_first(schedule, "a loss over the batch")
     _check_slices(arguments, checked)

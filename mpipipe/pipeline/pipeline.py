@@ -239,15 +239,11 @@ class Pipeline:
         for number, stage in stages.items():
             if schedule.has_backward(number) and not stage.shows_gradients:
                 bare = True
-        names = None
-        if 0 in stages:
-            names = stages[0].input_names
         self._batches = BatchReader(
             schedule,
             self.rank,
             arguments.loss,
             bare,
-            names,
             Slicing(schedule.slices, arguments.slice_lengths),
         )
         self.steps_taken = 0
@@ -296,7 +292,7 @@ class Pipeline:
             # must wait for no rank that may fail.
             with self._gradients.making(executor.stages, accumulate):
                 executor.run(call)
-            shared = self._share_losses(call)
+            shared = SharedLoss(self.executor.loss.weighing, call)
             total, problem = executor.loss.weighing.settle(shared, executor.stages)
             self._end_step()
         self._end(problem)
@@ -385,7 +381,7 @@ class Pipeline:
         weighing = self.executor.loss.weighing
         with self.state:
             self.executor.run(call)
-            shared = self._share_losses(call)
+            shared = SharedLoss(self.executor.loss.weighing, call)
             _, problem = weighing.settle(shared)
             shared.read()
         self._end(problem)
@@ -685,14 +681,6 @@ class Pipeline:
         if scale != 1:
             gradients = [unscaled(gradient, scale) for gradient in gradients]
         return gradients or None
-
-    def _share_losses(self, call: Call) -> SharedLoss:
-        """Tell all ranks the losses of a call."""
-        when = call.name
-        if call.training:
-            when = f"step {self.steps_taken + 1}"
-        where = self.rank, self.schedule.stages - 1, when
-        return SharedLoss(self.executor.loss.weighing, call, where, call.title)
 
     def _read_losses(self, wait: bool) -> None:
         """Look at losses that steps have left on the GPU: all, or those that are there by now."""

@@ -222,7 +222,7 @@ def in_refresh(stage):
     "change, match, where",
     [
         (in_backward, "have been replaced", "rank 0, stage 0, micro-batch 1"),
-        (in_refresh, "division by zero", "rank 0, stage 0"),
+        (in_refresh, "the start of step raised ZeroDivisionError: division by zero", "rank 0"),
     ],
 )
 def test_a_failure_of_a_users_stage_names_its_place(pair, change, match, where):
