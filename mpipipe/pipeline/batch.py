@@ -155,10 +155,7 @@ class BatchReader:
     def _cut(self, call: str, name: str, batch: Batched) -> Microbatches:
         microbatches = self.schedule.microbatches
         if callable(batch):
-            fewest = microbatches
-            if call == "forward":
-                fewest = 1
-            asked = AskedBatch(name, batch, microbatches, fewest, self.rank, self.slicing)
+            asked = AskedBatch(name, batch, microbatches, self.rank, self.slicing)
             key = asked.specs[0], tuple(asked.rows)
             return Microbatches(asked, asked.specs, asked.rows, key)
         if call == "forward" and isinstance(batch, list):

@@ -28,7 +28,6 @@ logger = logging.getLogger("mpipipe")
 # Methods that a recording does not call again.
 METHODS = {"forward", "backward", "backward_input", "backward_weight"}
 MOST_KINDS = 4  # shapes of input of a stage that are recorded; others run without graphs
-MOST_IN_VAIN = 8  # changes in a row of what was read, after which nothing more is recorded
 Key: TypeAlias = "tuple[object, ...]"  # an action, and what its work depends on
 
 
@@ -101,7 +100,6 @@ class StageGraphs:
         self._kinds: dict[tuple, Kind] = {}
         # What recordings have read: where parameters and gradients are, and the layers.
         self._read: tuple = ()
-        self._in_vain = 0  # changes of it in a row without a recording between them
         logger.info("%s", self)
 
     def __str__(self) -> str:
@@ -142,10 +140,7 @@ class StageGraphs:
             return
         self._read = read
         self._kinds = {}
-        self._in_vain += 1
         self.reason = unrecordable(stage)
-        if not self.reason and self._in_vain > MOST_IN_VAIN:
-            self.reason = "attributes of layers change from one forward to the next"
         if self.reason:
             logger.warning("%s", self)
 
@@ -209,7 +204,6 @@ class StageGraphs:
             stage.poll = lambda: None
             try:
                 slot.graphs[key] = arrays.record_graph(work)
-                self._in_vain = 0
             except Exception as error:
                 # Without a graph the work can be done, or raises the error again.
                 self.reason = f"the recording of {key[0]} raised {type(error).__name__}: {error}"

@@ -89,12 +89,6 @@ class StageMessages:
             return spec.gradients
         return spec.leaves
 
-    def bytes_of(self, envelope: Envelope) -> int | None:
-        """Bytes of a message; None where its spec is not known."""
-        if (envelope.edge, envelope.unit) not in self.shapes.specs:
-            return None
-        return sum(prod(shape) * kind.itemsize for shape, kind in self._leaves(envelope))
-
     @property
     def bytes_per_edge(self) -> dict[tuple[int | str, str], int]:
         """Bytes that the last call sent, by (edge or name of a skip, direction).
@@ -102,12 +96,12 @@ class StageMessages:
         After a failure they are those of a whole call.
         """
         totals: dict[tuple[int | str, str], int] = {}
-        if self.plan is not None:
+        if self.plan is not None and self.kept:
             for envelope in self.plan.sends:
                 key = envelope.skip or envelope.edge, ("forward", "backward")[envelope.direction]
-                nbytes = self.bytes_of(envelope)
-                if nbytes is not None:
-                    totals[key] = totals.get(key, 0) + nbytes
+                leaves = self._leaves(envelope)
+                nbytes = sum(prod(shape) * kind.itemsize for shape, kind in leaves)
+                totals[key] = totals.get(key, 0) + nbytes
         return totals
 
     def receive(self, envelope: Envelope) -> tuple[Tree, Lease]:

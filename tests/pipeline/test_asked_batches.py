@@ -212,7 +212,7 @@ def check_failure(comm, part, give, match, kind):
 AT_ONCE = {  # what is wrong when the first is asked for
     "an exception": (failing(0, KeyError("gone")), StageError, r"inputs\(0\) raised KeyError"),
     "no array": (lambda m: 3, ArgumentError, r"inputs\(0\): neither an array"),
-    "no rows": (Asked([np.ones((2, 3))] * 4, rows=5), ArgumentError, "rows of the micro-batches"),
+    "no rows": (Asked([np.ones((2, 3))] * 4, rows=5), StageError, r"inputs\(0\) raised TypeError"),
     "an empty one": (Asked([np.ones((2, 3))] * 4, rows=[2, 2, 0, 2]), ArgumentError, "rows of the micro-batches"),
     "other rows": (Asked([np.ones((2, 3))] * 4, rows=[1, 1, 1, 1]), ArgumentError, "than was agreed on"),
     "more than targets": (lambda m: np.ones((3, 3)), ArgumentError, "different numbers of rows"),
