@@ -311,14 +311,11 @@ def check_arguments(arguments: Arguments, comm: Communicator) -> dict[int, Pipel
         )
     check(schedule)
     numbers = schedule.stages_of(comm.rank)
-    count: int | str = type(stages).__name__
-    if isinstance(stages, (list, tuple)):
-        count = len(stages)
-    if count != len(numbers):
+    if len(stages) != len(numbers):
         raise ArgumentError(
             "wrong number of stages on this rank",
             rank=comm.rank,
-            found=count,
+            found=len(stages),
             expected=f"a list of {len(numbers)}: logical stages {', '.join(map(str, numbers))}",
             remedy="pass one stage for each chunk of this rank",
         )
@@ -366,12 +363,13 @@ def _check_slices(arguments: Arguments, stages: dict[int, PipelineStage]) -> Non
     if lengths is not None and (
         [*map(type, lengths)] != [int] * count or min(lengths) < 1 or count == 1
     ):
-        expected = "None for a schedule without slices"
-        if count > 1:
-            numbers = counted(count, "whole number")
-            expected = f"None, or {numbers} of at least 1, one for each slice of the schedule"
-        raise ArgumentError("slice_lengths", found=lengths, expected=expected)
-    slices = f"{count} slices"
+        raise ArgumentError(
+            "slice_lengths",
+            found=lengths,
+            expected="None, or of a schedule with several slices a whole number of at least 1 for "
+            f"each; this one has {counted(count, 'slice')}",
+        )
+    slices = counted(count, "slice")
     if lengths:
         slices = f"lengths {', '.join(map(str, lengths))}"
     for number, stage in stages.items():
@@ -379,23 +377,16 @@ def _check_slices(arguments: Arguments, stages: dict[int, PipelineStage]) -> Non
         if not names:
             continue
         listed = ", ".join(names)
-        if count == 1:
-            raise ArgumentError(
-                "a stage attends to slices of sequences, and the schedule has whole ones",
-                stage=number,
-                found=listed,
-                remedy="take a schedule with as many slices, or attend without attention.Sliced",
-            )
         raise ArgumentError(
-            "a schedule has slices, and a stage cannot take the slices of a sequence one after the "
+            "a stage cannot take the slices of a sequence that the schedule has, one after the "
             "other",
             stage=number,
             found=listed,
             expected="layers for which positions are alike, and nn.SelfAttention with "
             f"attention.Sliced of {slices}",
             remedy="attend with attention.Sliced(attention.Local(), lengths); set slices = True in "
-            "a stage of your own that treats each position by itself; or take a schedule without "
-            "slices",
+            "a stage of your own that treats each position by itself; or take a schedule with "
+            "other slices, or none",
         )
     unfit = None
     if getattr(loss, "mean_over_entries", None) is False:

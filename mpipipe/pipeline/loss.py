@@ -176,11 +176,10 @@ def checked_weight(weight: Any) -> float:
     """Return the weight of a loss as a float; ArgumentError unless it is finite and at least 0."""
     if isinstance(weight, (np.ndarray, np.generic)) and weight.ndim == 0:
         weight = weight.item()
-    is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-    if not is_number or not 0 <= weight <= sys.float_info.max:
+    if type(weight) not in (int, float) or not 0 <= weight <= sys.float_info.max:
         raise ArgumentError(
             "the weight of a loss",
-            found=repr(weight) if is_number else type(weight).__name__,
+            found=f"{type(weight).__name__} {weight}",
             expected="a finite number of at least 0",
             remedy="return how many things the value is a mean over, such as target.size or "
             "float(mask.sum())",

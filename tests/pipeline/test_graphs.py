@@ -68,7 +68,7 @@ def agree(found, expected):
 
 def recorded(computes):
     """The graphs of a stage: how many there are of each action."""
-    slots = [slot for kind in computes._kinds.values() for slot in kind.free.values()]
+    slots = [slot for kind in computes._free.values() for slot in kind]
     names = [key[0] for slot in slots for key in slot.graphs]
     return {name: names.count(name) for name in names}
 
@@ -106,8 +106,8 @@ def test_a_slot_is_free_until_the_forward_is_run_again(gpu, comm, monkeypatch, n
     assert agree(same, losses) and all(agree(found[key], expected[key]) for key in expected)
     for each in computes:
         assert not each.reason
-        for kind in each._kinds.values():
-            assert len(kind.free) == kind.made <= simulate(again).peak_activations[comm.rank] + 1
+        for kind in each._free.values():
+            assert len(kind) <= simulate(again).peak_activations[comm.rank] + 1
 
 
 @pytest.mark.long
@@ -122,7 +122,7 @@ def test_more_shapes_than_are_recorded_and_calls_without_backward(gpu, alone, mo
     schedule = one_f_one_b(alone.size, 4)
     monkeypatch.setattr("mpipipe.pipeline.graphs.MOST_KINDS", 2)
     for found in compare(alone, schedule, monkeypatch, rows=4, between=between):
-        assert len(found._kinds) == 2
+        assert len(found._free) == 2
 
 
 @pytest.mark.long
