@@ -21,7 +21,6 @@ from mpipipe.job import (
     RankGroup,
     attributes,
     digest,
-    raise_for_partners,
     raise_on_all,
     runtime,
     settings,
@@ -34,8 +33,6 @@ from mpipipe.text import counted
 logger = logging.getLogger("mpipipe")
 
 CALL = "construction of a Pipeline"
-# What replicas must have in common, besides the facts of all ranks.
-PARTNERS = f"{CALL}: whether all have partners"
 DIGESTS = ("parameters' names, shapes and dtypes", "parameters' values")
 
 
@@ -92,8 +89,8 @@ class AgreedRanks(NamedTuple):
 # ranks below and above it, what came of that: so an error on one rank comes out on all ranks of all
 # pipes.
 #
-# Where only some ranks of a pipe were given replicas, the others have no partners to tell: their
-# partners in other pipes would wait in vain. So partners first ask each other whether that is so.
+# Where only some ranks of a pipe were given replicas, the others have no partners to tell. Then all
+# ranks of the pipe raise at once, and partners in other pipes learn it as they learn of a failure.
 
 
 def agree_on_construction(
@@ -168,13 +165,8 @@ def agree_on_construction(
         replicas = RankGroup(arguments.replicas)
         groups.insert(0, replicas)
         if not table[:, 0].all():
-            # A partner that raises for what this rank says has not the error to report.
-            with suppress(PeerError):
-                replicas.agree(PARTNERS, values=[False])
             assert problem is not None  # some ranks of this pipe have no partners
             raise problem
-        if not replicas.agree(PARTNERS, values=[True]).all():
-            raise_for_partners(PeerError("some ranks of another pipeline were given no replicas"))
         _compare_replicas(groups, common_facts, problem, table.tolist(), digests)
         _share_state(replicas, stages.values())
     sums_by_nccl = False
@@ -413,8 +405,9 @@ def check_forwards_first(schedule: Schedule, what: str) -> None:
     last = schedule.stages - 1
     order = schedule.orders[schedule.placement[last]]
     ops = "".join(action.op for action in order if action.stage == last)
-    before, *after = re.split("[BI]", ops)
-    if "F" in "".join(after):
+    backward = re.search("[BI].*F", ops)
+    if backward is not None:
+        before = ops[: backward.start()]
         raise ArgumentError(
             f"{what} needs all outputs before the first backward",
             stage=last,
