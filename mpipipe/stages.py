@@ -128,35 +128,23 @@ def arrays_to_compare(stage: PipelineStage) -> tuple[list[tuple[str, Array]], li
         flats += [inner.parameters.flat, inner.buffers.frozen_parameters.flat]
     if isinstance(stage, UserStage) and not stage.inner_stages:
         named = [("", flat) for flat in gradient_arrays(stage)]
-        for name, array in _own_arrays(stage).items():
-            named.append((name, array))
-            flats.append(array)
+        own_arrays = named_arrays(stage, "parameters")
+        if own_arrays:
+            # Numbers of `flat` may have no name.
+            own_arrays = {WHOLE: stage.parameters.flat, **own_arrays}
+        for name, array in stage.given("state_dict", dict)().items():
+            if arrays.is_array(array):
+                own_arrays.setdefault(name, array)
+        named += own_arrays.items()
+        flats += own_arrays.values()
     return named, flats
-
-
-def _own_arrays(stage: UserStage) -> dict[str, Array]:
-    """Return its parameters, together and by name, and what `state_dict()` has besides."""
-    holder = stage.given("parameters")
-    arrays_by_name: dict[str, Array] = {}
-    if flat_if_any(holder) is not None:
-        view = FlatView.of(holder)
-        arrays_by_name = {WHOLE: view.flat, **view}
-    for name, array in stage.given("state_dict", dict)().items():
-        if name not in arrays_by_name and arrays.is_array(array):
-            arrays_by_name[name] = array
-    return arrays_by_name
 
 
 def named_arrays(stage: PipelineStage, attribute: str) -> dict[str, Array]:
     """Return all "parameters" or "gradients" of a stage by name; as "flat" without names."""
     named: dict[str, Array] = {}
-    if isinstance(stage, UserStage):
-        holder = stage.given(attribute)
-        flat = flat_if_any(holder)
-        if isinstance(holder, Mapping) and holder:
-            named.update(holder)
-        elif flat is not None:
-            named[WHOLE] = flat
+    if isinstance(stage, UserStage) and flat_if_any(stage.given(attribute)) is not None:
+        named.update(FlatView.of(stage.given(attribute)))
     for inner in stage.inner_stages:
         named.update(getattr(inner, attribute))
     return named
@@ -183,8 +171,6 @@ class UserArrays:
                 "inner_stages of a stage", found=", ".join(strange), expected="a list of nn.Stage"
             )
         self._first = next(iter(self.inner_stages), None)
-        # The view of the parameters, with their place in memory.
-        self._view: tuple[tuple[int, int], FlatView] | None = None
 
     def given(self, name: str, default: object = None) -> Any:
         """Return what the user's stage has under a name, or else the default."""
@@ -217,26 +203,17 @@ class UserArrays:
     def parameters(self) -> FlatView:
         """The parameters by name, with `flat`; complex ones are pairs of real ones."""
         holder = self.given("parameters")
-        flat = flat_if_any(holder)
-        place = (0, 0)
-        if flat is not None:
-            place = (arrays.address(flat), flat.size)
-        if self._view is None or self._view[0] != place:
-            if holder is not None or self.given("gradients") is not None:
-                view = FlatView.of(holder)
-            elif hasattr(self.user_stage, "gradients") or hasattr(self.user_stage, "parameters"):
-                view = FlatView(np.zeros(0, np.float32), {})
-            else:
-                raise ArgumentError(
-                    "a stage without flat parameters and gradients",
-                    found=self.name,
-                    expected="attributes `parameters` and `gradients`, each None or an object "
-                    "with an array `flat`",
-                    remedy="make both of nn.FlatBuffer; a stage around others: give its "
-                    "inner_stages",
-                )
-            self._view = place, view
-        return self._view[1]
+        if holder is not None or self.given("gradients") is not None:
+            return FlatView.of(holder)
+        if hasattr(self.user_stage, "gradients") or hasattr(self.user_stage, "parameters"):
+            return FlatView(np.zeros(0, np.float32), {})
+        raise ArgumentError(
+            "a stage without flat parameters and gradients",
+            found=self.name,
+            expected="attributes `parameters` and `gradients`, each None or an object with an "
+            "array `flat`",
+            remedy="make both of nn.FlatBuffer; a stage around others: give its inner_stages",
+        )
 
     @property
     def gradients(self) -> FlatView:

@@ -135,22 +135,25 @@ class BatchReader:
                 stage=self.schedule.stages - 1,
                 remedy="pass loss=... to Pipeline, for example mpipipe.nn.mean_squared_error",
             )
-        batch = Batch(BatchFacts(bare=self.bare))
+        facts = BatchFacts(bare=self.bare)
+        input_units = None
+        target_units = None
+        counts = None
         if holds_inputs:
             parts = self._cut(call, "inputs", inputs)
-            facts = batch.facts._replace(
+            input_units = parts.units
+            facts = facts._replace(
                 signature=self.signature(parts.key),
                 rows=_compared(inputs, parts),
                 microbatches=len(parts.rows),
                 listed=isinstance(inputs, list) or callable(inputs),
             )
-            batch = batch._replace(facts=facts, inputs=parts.units)
         if holds_targets:
             parts = self._cut(call, "targets", targets)
-            counts, facts = self._count(parts, batch.facts)
+            target_units = parts.units
+            counts, facts = self._count(parts, facts)
             facts = facts._replace(target_rows=_compared(targets, parts))
-            batch = batch._replace(facts=facts, targets=parts.units, counts=counts)
-        return batch
+        return Batch(facts, input_units, target_units, counts)
 
     def _cut(self, call: str, name: str, batch: Batched) -> Microbatches:
         microbatches = self.schedule.microbatches
