@@ -162,14 +162,6 @@ class UserArrays:
         self.user_stage = user_stage
         self.name = type(user_stage).__name__  # for errors
         self.inner_stages: list[nn.Stage] = list(getattr(user_stage, "inner_stages", ()))
-        strange: list[str] = []
-        for inner in self.inner_stages:
-            if not isinstance(inner, nn.Stage):
-                strange.append(type(inner).__name__)
-        if strange:
-            raise ArgumentError(
-                "inner_stages of a stage", found=", ".join(strange), expected="a list of nn.Stage"
-            )
         self._first = next(iter(self.inner_stages), None)
 
     def given(self, name: str, default: object = None) -> Any:

@@ -229,22 +229,3 @@ def test_what_is_wrong_with_the_first_is_one_error_after_which_all_go_on(comm, c
             with pytest.raises(kind, match=match):
                 call(*dense.placed(schedule, comm.rank, give, goal))
         assert pipeline.step(*dense.placed(schedule, comm.rank, np.ones((8, 3)), goal)).loss == 1
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_first_that_has_other_rows_than_were_said_is_not_asked_for_again(comm):
-    """What a function reads on from would give the next one, which may fit."""
-    schedule = gpipe(comm.size, 2)
-    parts = iter([np.full((4, 2), 1.0), np.full((3, 2), 2.0), np.full((4, 2), 3.0)])
-
-    def inputs(microbatch):
-        return next(parts)
-
-    inputs.rows = [3, 4]
-    targets = [np.zeros((3, 2)), np.zeros((4, 2))]
-    batch = dense.placed(schedule, comm.rank, inputs, targets)
-    stages = [dense.Identity() for _ in schedule.stages_of(comm.rank)]
-    with Pipeline(stages, schedule, comm, dense.mean_squared) as pipeline:
-        with pytest.raises(ArgumentError, match="another shape, dtype or structure"):
-            pipeline.step(*batch)
-    assert comm.rank or len([*parts]) == 2

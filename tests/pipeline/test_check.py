@@ -8,7 +8,7 @@ import pytest
 from support import dense
 
 from mpipipe import Branches, Pipeline, arrays, nn, optim
-from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, NonFiniteError, PeerError, StageError
+from mpipipe.errors import ArgumentError, MpipipeError, NonFiniteError, PeerError, StageError
 from mpipipe.job import inprocess
 from mpipipe.schedules import gpipe, looped_bfs, one_f_one_b, with_frozen, with_skips, zero_bubble_h1
 
@@ -280,12 +280,6 @@ def test_a_leaf_that_goes_over_a_skip_is_named(comm):
     schedule = with_skips(looped_bfs(comm.size, 3, MICROBATCHES), {"far": (0, 2)})
     found = raised(comm, schedule, build=Far)
     names(found, NonFiniteError, 0, 0, AT, r"y.skips\['far'\]\['v'\], float64.* 8 infinite\), .*at \[0, 0\]: inf")
-
-
-@pytest.mark.mpi(min_size=2)
-def test_ranks_that_differ_are_refused(comm):
-    with pytest.raises(MismatchError, match="check"):
-        Pipeline([Mine(comm.rank)], one_f_one_b(comm.size, MICROBATCHES), comm, check=comm.rank == 1)
 
 
 def test_the_argument_wins_over_the_environment(comm, monkeypatch):

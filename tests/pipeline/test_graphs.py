@@ -12,7 +12,7 @@ from mpipipe import Pipeline, arrays, nn, optim
 from mpipipe.arrays import products
 from mpipipe.arrays.graphs import WORKSPACE_BYTES
 from mpipipe.attention import Local
-from mpipipe.errors import ArgumentError, BackendError, MismatchError, StageError
+from mpipipe.errors import ArgumentError, BackendError, MismatchError
 from mpipipe.pipeline.graphs import unrecordable
 from mpipipe.schedules import Costs, gpipe, looped_bfs, one_f_one_b, peak_memory, simulate, with_recompute
 
@@ -395,17 +395,6 @@ def test_memory_that_runs_out_in_a_recording_is_no_error(emulated_gpu, alone, mo
     for found in compare(alone, gpipe(alone.size, 4), monkeypatch):
         assert "Out of memory allocating" in found.reason
     assert tried and "MemoryPool.free_all_blocks" in emulated_gpu.synchronisations
-
-
-def test_the_error_of_a_full_gpu_names_the_graphs(emulated_gpu, alone, monkeypatch):
-    monkeypatch.setenv("MPIPIPE_GRAPHS", "1")
-    pipeline = Pipeline(build(gpipe(1, 4), 0, **SIZES), gpipe(1, 4), alone, loss=nn.softmax_cross_entropy)
-    for step in range(2):
-        pipeline.step(*text(4, seed=step))
-    emulated_gpu.machine.memory = emulated_gpu.machine.used_bytes
-    with pytest.raises(StageError, match="MPIPIPE_GRAPHS=0, without the temporary arrays"):
-        pipeline.step(*text(4))
-    emulated_gpu.expected_error()
 
 
 class Fails(nn.Layer):

@@ -12,7 +12,7 @@ from support.random_schedules import runnable_schedules
 from support.small_gpt import text
 
 from mpipipe import Mesh, Pipeline, arrays, nn, optim
-from mpipipe.errors import ArgumentError, MismatchError, PeerError, StageError
+from mpipipe.errors import ArgumentError, PeerError, StageError
 from mpipipe.job import inprocess
 from mpipipe.schedules import gpipe, looped_bfs, simulate
 
@@ -333,16 +333,6 @@ def test_parameters_stay_as_they_are_between_the_halves(comm):
             pipe.backward(y)
             optimizer.step()
             assert stage.parameters.flat.tobytes() != before.tobytes()
-
-
-@pytest.mark.mpi(min_size=2)
-def test_ranks_that_differ_in_accumulate_are_refused(comm):
-    schedule = gpipe(comm.size, 2)
-    batch = dense.placed(schedule, comm.rank, np.ones((4, WIDTH)), np.zeros((4, WIDTH)))
-    with Pipeline([tanh(comm.rank)], schedule, comm, dense.mean_squared) as pipe:
-        with pytest.raises(MismatchError, match="accumulate"):
-            pipe.step(*batch, accumulate=comm.rank == 0)
-        pipe.step(*batch)
 
 
 WRONG = {
