@@ -158,9 +158,10 @@ class BatchReader:
     def _cut(self, call: str, name: str, batch: Batched) -> Microbatches:
         microbatches = self.schedule.microbatches
         if callable(batch):
-            asked = AskedBatch(name, batch, microbatches, self.rank, self.slicing)
-            key = asked.specs[0], tuple(asked.rows)
-            return Microbatches(asked, asked.specs, asked.rows, key)
+            asked = AskedBatch(name, batch, self.rank, self.slicing)
+            spec = asked.spec
+            assert spec is not None  # that of micro-batch 0
+            return Microbatches(asked, [spec] * microbatches, [spec.rows] * microbatches, spec)
         if call == "forward" and isinstance(batch, list):
             microbatches = max(1, min(microbatches, len(batch)))
         elif call not in STEPS and not isinstance(batch, list):

@@ -270,8 +270,7 @@ class Pipeline:
             micro-batches whose sizes differ by one at most, or a list of M such, whose shapes may
             differ; None on the other ranks. A function is called with the number of each
             micro-batch at its first forward (with 0 at the start of the call), and what it returns
-            is not kept longer than needed. All have the shapes of the first, or as many rows as an
-            attribute `rows` of the function, M numbers, says.
+            is not kept longer than needed. All have the shapes of the first.
         targets : array, tuple or dict of arrays, list of such, function, or None
             The same on the rank of the last stage, for the loss.
         scale : float
@@ -432,15 +431,7 @@ class Pipeline:
         """
         if not self.steps_taken:
             return 0
-        return max(self.plans.activations)
-
-    @property
-    def live_activations(self) -> int:
-        """Activations that are held now, counted as `peak_activations`; 0 between steps."""
-        call = self.executor.call
-        if call is None or not call.training:
-            return 0
-        return self.plans.activations[len(call.marks) // 2]
+        return self.plans.peak_activations
 
     @property
     def busy(self) -> float:

@@ -71,14 +71,16 @@ class Plans:
         if recompute:
             trained = before_backwards(schedule)
         self.training = ActionPlan(trained, rank, tags)
-        # Activations held before the first action of a training step and after each.
-        self.activations = [0]
+        # Most activations held at once in a training step.
+        self.peak_activations = 0
+        activations = 0
         for step in self.training.steps:
             begins = step.op == "F" and step.keeps
             if step.recomputed and not recompute:
                 # An input that waits for the R of the user's schedule does not count.
                 begins = step.op == "R"
-            self.activations.append(self.activations[-1] + begins - (step.op in "BW"))
+            activations += begins - (step.op in "BW")
+            self.peak_activations = max(self.peak_activations, activations)
         # By the number of micro-batches.
         self._forward: dict[int, ActionPlan] = {}
 

@@ -393,12 +393,8 @@ def _specs(whole: MessageSpec, microbatches: int) -> tuple[list[MessageSpec], li
             remedy="use a bigger batch, or a schedule with fewer micro-batches",
         )
     row_counts = [*map(len, even_split(rows, microbatches))]
-    return _specs_with_rows(whole, row_counts), row_counts
-
-
-def _specs_with_rows(spec: MessageSpec, row_counts: list[int]) -> list[MessageSpec]:
-    by_rows = {rows: spec.with_rows(rows) for rows in {*row_counts}}
-    return [by_rows[rows] for rows in row_counts]
+    by_rows = {count: whole.with_rows(count) for count in {*row_counts}}
+    return [by_rows[count] for count in row_counts], row_counts
 
 
 @dataclass(eq=False)
@@ -406,19 +402,16 @@ class AskedBatch:
     """The units of micro-batches that a user's function gives, each when it is asked for.
 
     The first is asked for at once: the ranks agree on its shapes, and all others must have the
-    same. Their numbers of rows may differ where an attribute `rows` of the function says how many
-    each has. A micro-batch is asked for with its first slice, and kept to its last: on each stage
-    the slices of a sequence are taken in rising order.
+    same. A micro-batch is asked for with its first slice, and kept to its last: on each stage the
+    slices of a sequence are taken in rising order.
     """
 
     name: str
     function: Callable[[int], Tree]
-    microbatches: int
     rank: int
     slicing: Slicing
-    # By micro-batch, and the units that are not yet given, the next one last.
-    specs: list[MessageSpec] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
+    spec: MessageSpec | None = None  # of the first
+    # By micro-batch the units that are not yet given, the next one last.
     left: dict[int, list[Tree]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -443,17 +436,17 @@ class AskedBatch:
         try:
             tree = self.function(microbatch)
             spec = MessageSpec.of(tree)
-            if not self.specs:
-                self._expect(spec)
-            if spec != self.specs[microbatch]:
+            if self.spec is None:
+                self.spec = spec
+            if spec != self.spec:
                 raise ArgumentError(
                     "another shape, dtype or structure than was agreed on at the start of the call",
                     found=spec,
-                    expected=f"{self.specs[microbatch]}, by the shapes of micro-batch 0",
+                    expected=f"{self.spec}, by the shapes of micro-batch 0",
                     remedy="give micro-batches of equal shapes, or a list of all of them in place "
-                    "of the function; or with other numbers of rows than the first, say how many "
-                    "each has in an attribute `rows`",
+                    "of the function",
                 )
+            return self.slicing.units(read_only(arrays.mapped(arrays.copied, tree)), spec)[::-1]
         except PeerError:
             raise
         except MpipipeError as error:
@@ -467,22 +460,3 @@ class AskedBatch:
                 rank=self.rank,
                 microbatch=microbatch,
             ) from error
-        return self.slicing.units(read_only(arrays.mapped(arrays.copied, tree)), spec)[::-1]
-
-    def _expect(self, first: MessageSpec) -> None:
-        """Derive the specs of all micro-batches from that of the first."""
-        rows = first.rows
-        self.specs = [first] * self.microbatches
-        self.rows = [rows] * self.microbatches
-        row_counts = getattr(self.function, "rows", None)
-        if row_counts is not None:
-            self.rows = [*map(int, row_counts)]
-            if len(self.rows) != self.microbatches or rows == 0 or min(self.rows) < 1:
-                raise ArgumentError(
-                    f"the rows of the micro-batches that {self.name} gives",
-                    found=self.rows,
-                    expected=f"{counted(self.microbatches, 'number')} of at least 1",
-                )
-            self.specs = _specs_with_rows(first, self.rows)
-        if self.slicing.count > 1:  # all must have the positions
-            self.slicing.counts(self.rows, self.specs)

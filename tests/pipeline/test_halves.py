@@ -130,7 +130,7 @@ def check_steps(comm, schedule, data, seed, kind, scale=1.0, recompute=False, we
                     near(np.concatenate(dx), found[me][2])
                 if not recompute:
                     assert pipe.peak_activations == simulate(schedule).peak_activations[mesh.pipe.rank]
-                assert pipe.steps_taken == again + 1 and pipe.live_activations == 0
+                assert pipe.steps_taken == again + 1
 
 
 @st.composite
@@ -223,7 +223,6 @@ def halfway(comm, **options):
     batch = dense.placed(schedule, comm.rank, np.ones((4, WIDTH)), np.zeros((4, WIDTH)))
     pipe = Pipeline([tanh(comm.rank)], schedule, comm, dense.mean_squared, **options)
     y = pipe.forward_train(batch[0])
-    assert pipe.live_activations == 2
     return pipe, batch, y
 
 
@@ -391,10 +390,8 @@ def on_device(comm, device, recompute):
         for number in range(3):
             found.append(pipe.step(inputs, targets, scale=2.0, accumulate=number == 2).loss)
             y = pipe.forward_train(inputs)
-            assert pipe.live_activations == len(stages) * schedule.microbatches
             back = pipe.backward(y, 2.0, accumulate=True)
             found += [arrays.download(gradient) for gradient in back or ()]
-            assert pipe.live_activations == 0
             found += [arrays.download(stage.gradients.flat).copy() for stage in stages]
     return found
 
