@@ -223,18 +223,19 @@ class UserArrays:
         if ranges is None:
             return parameters.decay_ranges
         parts = parameters.parts
+        size = parameters.flat.size // parts
         flat_ranges = []
-        end = 0
+        edges = [0]
         for start, stop, decay in ranges:
-            if parts * start != end:
-                break
-            end = parts * stop
-            flat_ranges.append((parts * start, end, decay))
-        if end != parameters.flat.size or len(flat_ranges) < len(ranges):
+            edges += [start, stop]
+            flat_ranges.append((parts * start, parts * stop, decay))
+        edges.append(size)
+        # Each range begins where the one before it ends.
+        if edges[::2] != edges[1::2]:
             raise ArgumentError(
                 "decay_ranges of a stage leave out parameters, or have some twice",
                 found=f"{self.name}: {ranges}",
-                expected=f"ranges from 0 to {parameters.flat.size // parts} without gaps, in order",
+                expected=f"ranges from 0 to {size} without gaps, in order",
             )
         return flat_ranges
 

@@ -292,7 +292,8 @@ def is_plain(action: PlannedAction, executor: Executor) -> bool:
     is_usual = (
         action.op in PLAIN
         and action.keeps
-        and not (action.recomputed or action.takes or action.gives)
+        and not action.recomputed
+        and len(action.takes) == len(action.gives) == 1
         and stage.runner is stage.stage
         and stage.stage.device == "cpu"
         # A loss over the batch holds outputs that lie in received buffers.
@@ -331,8 +332,8 @@ class Forward(BoundAction):
             raise wrong_result(result)
         y, saved = result
         skips: dict[str, Tree] = {}
-        if action.gives or type(y) is Branches:
-            y, skips = parted(y, action.gives, NAMES["F"])
+        if action.gives[1:] or type(y) is Branches:
+            y, skips = parted(y, action.gives[1:], NAMES["F"])
         if action.last:
             # A loss over the batch, or the user, holds it when buffers are used again.
             y = copy_if_aliased(y, lease)
@@ -382,8 +383,8 @@ class Backward(BoundAction):
 
         skips: dict[str, Tree] = {}
         # At the first stage Branches are of the side inputs of the batch.
-        if action.gives or (type(dx) is Branches and not action.first):
-            dx, skips = parted(dx, action.gives, NAMES[action.op])
+        if action.gives[1:] or (type(dx) is Branches and not action.first):
+            dx, skips = parted(dx, action.gives[1:], NAMES[action.op])
         if not action.ends:
             self.messages.give(action, call.local, dx, skips, lease)
         elif self.returns_dx:

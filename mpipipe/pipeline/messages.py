@@ -149,12 +149,9 @@ class StageMessages:
 
     def take(self, action: PlannedAction, local: Local) -> tuple[Tree | Branches, Lease]:
         """Return what comes to an action, in Branches if some comes over skips, and its lease."""
-        ends = [("", action.stage + (action.op != "F"), action.receive)]
-        for port in action.takes:
-            ends.append((port.name, port.edge, port.message))
         trees: dict[str, Tree] = {}
         lease: Lease = ()
-        for name, edge, message in ends:
+        for name, edge, message, _ in action.takes:
             if message is None:
                 tree = local.pop((edge, action.unit, action.op == "F"))
             else:
@@ -178,12 +175,11 @@ class StageMessages:
 
         `lease` is that of the arrays which the action took.
         """
-        ends = [(action.stage + (action.op == "F"), action.send, main)]
-        for port in action.gives:
-            if port.wanted:
-                ends.append((port.edge, port.message, skips[port.name]))
-        for edge, message, tree in ends:
-            tree = copy_if_aliased(tree, lease)
+        trees = {"": main, **skips}
+        for name, edge, message, wanted in action.gives:
+            if not wanted:
+                continue
+            tree = copy_if_aliased(trees[name], lease)
             if message is None:
                 local[edge, action.unit, action.op == "F"] = read_only(tree)
             else:
