@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from support import dense
 
-from mpipipe import Branches, Pipeline, arrays, nn, optim
+from mpipipe import Pipeline, arrays, nn, optim
 from mpipipe.errors import ArgumentError, MpipipeError, NonFiniteError, PeerError, StageError
 from mpipipe.job import inprocess
-from mpipipe.schedules import gpipe, looped_bfs, one_f_one_b, with_frozen, with_skips, zero_bubble_h1
+from mpipipe.schedules import gpipe, looped_bfs, one_f_one_b, with_frozen, zero_bubble_h1
 
 MICROBATCHES, AT, ROWS, DIM = 4, 2, 8, 4
 
@@ -261,25 +261,6 @@ def test_a_write_before_a_recomputation(comm):
     schedule = two_chunks(comm)
     found = raised(comm, schedule, plant, 1, recompute=True)
     names(found, StageError, 1 % comm.size, 1, 0, "x was written to before its forward ran again")
-
-
-class Far(Mine):
-    """The ends of a skip: stage 0 gives x over it, stage 2 adds it."""
-
-    def forward(self, x, position):
-        skipped = self.number == 2
-        y, saved = super().forward(x.main + x["far"]["u"] if skipped else x, position)
-        return (Branches(y, far={"u": x * 1.0, "v": self.v(x, position)}) if self.number == 0 else y), saved
-
-    def v(self, x, position):
-        return x / (position.microbatch != AT)
-
-
-@pytest.mark.filterwarnings("ignore:divide by zero")
-def test_a_leaf_that_goes_over_a_skip_is_named(comm):
-    schedule = with_skips(looped_bfs(comm.size, 3, MICROBATCHES), {"far": (0, 2)})
-    found = raised(comm, schedule, build=Far)
-    names(found, NonFiniteError, 0, 0, AT, r"y.skips\['far'\]\['v'\], float64.* 8 infinite\), .*at \[0, 0\]: inf")
 
 
 def test_the_argument_wins_over_the_environment(comm, monkeypatch):
