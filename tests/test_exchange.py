@@ -190,9 +190,9 @@ CONVS = [
 
 
 @pytest.mark.parametrize("options", CONVS, ids=str)
-@pytest.mark.parametrize("lengths", [[8], [12, 14], [2, 6, 4], [4, 4, 2, 2], [2, 2, 2, 2], [4, 0, 4], [0, 8]], ids=str)
+@pytest.mark.parametrize("lengths", [[8], [12, 14], [2, 6, 4], [4, 4, 2, 2], [2, 2, 2, 2]], ids=str)
 def test_a_convolution_of_shards_is_that_of_the_whole_field(lengths, options):
-    """Shards that are shorter than the window need several neighbours, and some have no point."""
+    """Shards that are shorter than the window need several neighbours."""
     for axis in range(1, 1 + len(options["width"])):
         inprocess.run(len(lengths), partial(check_conv, axis=axis, lengths=lengths, **options))
 
@@ -222,6 +222,7 @@ def test_a_convolution_that_does_not_fit_its_shards(comm):
         ("does not fit the field", ArgumentError, lambda: conv(width=(3, 9), padding=("same", "valid"))),
         ("last axis of the input", ArgumentError, lambda: conv(shards=x[..., :1])),
         ("not a field", ArgumentError, lambda: conv(shards=x[0])),
+        ("does not fit the field", ArgumentError, lambda: conv(shards=x[:, :0] if odd else x)),
         (r"layer 0 \(HaloConv\): the input", ArgumentError, lambda: conv(2, x[0, 0, 0] if odd else x)),
         (r"layer 0 \(HaloConv\): the input", ArgumentError, lambda: conv(2, x[0, 0] if odd else x)),
     ):
