@@ -222,9 +222,7 @@ def end_groups(groups: Sequence[RankGroup], error: BaseException) -> None:
             with suppress(PeerError):
                 group.close()
         else:
-            text = f"{error!r}"
-            if isinstance(error, MpipipeError):
-                text = f"{error}"
+            text = f"{type(error).__name__}: {error}"
             group.fail(error, f"a pipeline could not be built: {text}", making=True)
 
 
@@ -260,12 +258,11 @@ def _digests(stages: Iterable[PipelineStage]) -> list[int]:
 
 def device_of(stages: Iterable[PipelineStage]) -> str:
     """Return "cpu" or "cuda", where this rank's stages compute; ArgumentError if they differ."""
-    devices = [stage.device for stage in stages]
-    kinds = {device.partition(":")[0] for device in devices}
+    kinds = {stage.device for stage in stages}
     if len(kinds) > 1 or not kinds <= {"cpu", "cuda"}:
         raise ArgumentError(
             "the stages of one rank are on different devices",
-            found=devices,
+            found=sorted(kinds),
             expected="all 'cpu' or all 'cuda'",
             remedy="build all stages of a rank with the same device",
         )
