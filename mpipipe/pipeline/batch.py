@@ -160,7 +160,7 @@ class BatchReader:
         if callable(batch):
             asked = AskedBatch(name, batch, self.rank, self.slicing)
             spec = asked.spec
-            assert spec is not None  # that of micro-batch 0
+            assert spec is not None  # micro-batch 0 has set it
             return Microbatches(asked, [spec] * microbatches, [spec.rows] * microbatches, spec)
         if call == "forward" and isinstance(batch, list):
             microbatches = max(1, min(microbatches, len(batch)))

@@ -176,8 +176,8 @@ class StageMessages:
         `lease` is that of the arrays which the action took.
         """
         trees = {"": main, **skips}
-        for name, edge, message, wanted in action.gives:
-            if not wanted:
+        for name, edge, message, is_wanted in action.gives:
+            if not is_wanted:
                 continue
             tree = copy_if_aliased(trees[name], lease)
             if message is None:

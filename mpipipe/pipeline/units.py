@@ -410,7 +410,7 @@ class AskedBatch:
     function: Callable[[int], Tree]
     rank: int
     slicing: Slicing
-    spec: MessageSpec | None = None  # of the first
+    spec: MessageSpec | None = None  # micro-batch 0 sets it
     # By micro-batch the units that are not yet given, the next one last.
     left: dict[int, list[Tree]] = field(default_factory=dict)
 
