@@ -99,7 +99,6 @@ class Checks:
 
     rank: int
     last_stage: int
-    stages: list[CheckedStage] = field(default_factory=list)
     call: Call | None = None  # under way, or the last one
     # Arrays that the user has, or gets, or that a message may read.
     to_end: list[Watched] = field(default_factory=list)
@@ -123,12 +122,6 @@ class Checks:
         """End a call whose actions have ended and whose messages have left."""
         self.unchanged(self.to_end, "the end of the call")
         self.to_end = []
-
-    def look_at_sums(self) -> None:
-        """Look at the gradients of a step, after the sums over replicas and tied parameters."""
-        what = "the sum of a gradient over replicas, or places of a tied parameter, is not finite"
-        for stage in self.stages:
-            stage.finite_gradients(what)
 
     def finite(
         self,
@@ -186,7 +179,6 @@ class CheckedStage:
         self.number = stage.number
         # By micro-batch, what must be as it was when its next action begins.
         self.kept: dict[int, list[Watched]] = {}
-        checks.stages.append(self)
 
     def forward(self, x: Tree) -> Any:
         position = self.position
@@ -214,7 +206,7 @@ class CheckedStage:
 
     def backward(self, dy: Tree, kept: Kept) -> Tree:
         dx = self._backward("backward", self.stage.backward, dy, kept)
-        self.finite_gradients("backward left the gradient of a parameter that is not finite")
+        self._look_at_gradients("backward")
         return dx
 
     def backward_input(self, dy: Tree, kept: Kept) -> tuple[Tree, Kept]:
@@ -228,11 +220,11 @@ class CheckedStage:
         pending, microbatch = kept
         self.checks.unchanged(self.kept.pop(microbatch), "its weight gradient")
         self.stage.backward_weight(pending)
-        self.finite_gradients("weight gradient left the gradient of a parameter that is not finite")
+        self._look_at_gradients("weight gradient")
 
-    def finite_gradients(self, what: str) -> None:
-        """Raise NonFiniteError if the gradient of a parameter is not finite."""
+    def _look_at_gradients(self, action: str) -> None:
         if self.checks.gradients:
+            what = f"{action} left the gradient of a parameter that is not finite"
             self._finite(named_arrays(self.stage, "gradients"), "gradient", what)
 
     def _backward(self, action: str, work: Callable[..., Any], dy: Tree, kept: Kept) -> Any:
