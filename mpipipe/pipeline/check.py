@@ -2,7 +2,9 @@
 
     forward   x -> y        x and y finite
     loss      y -> dy       value and dy finite
-    backward  dy -> dx      x, y and saved as the forward has left them; dy, dx and gradients finite
+    backward  dy -> dx      x, y and saved as the forward has left them, dy as it came; dy, dx and
+                            gradients finite
+    the sums  of a step     gradients finite
     the end   of a call     dx, outputs and the batch as they were
 
 Stages and the loss are wrapped then, by what looks at all that goes in and comes out. Checksums
@@ -123,6 +125,14 @@ class Checks:
         self.unchanged(self.to_end, "the end of the call")
         self.to_end = []
 
+    def look_at_sums(self, stages: Sequence[AttachedStage]) -> None:
+        """Look at the gradients of a step, after the sums over replicas and tied parameters."""
+        what = "the sum of a gradient over replicas, or places of a tied parameter, is not finite"
+        if self.gradients:
+            for stage in stages:
+                gradients = named_arrays(stage.stage, "gradients")
+                self.finite(gradients, "gradient", what, stage=stage.number)
+
     def finite(
         self,
         tree: object,
@@ -196,6 +206,7 @@ class CheckedStage:
         what = "forward returned an output that is not finite"
         self._finite(y, "y", what, ("the input of this call", x))
         if not position.keeps:
+            self.checks.unchanged(handed, "the end of its forward")
             # A message may still read it, or the user gets it, and no backward looks at it.
             self.checks.to_end += watched(self.number, microbatch, y, "y", x)
             return y, saved
@@ -237,7 +248,9 @@ class CheckedStage:
             if self.number == checks.last_stage:  # a share may be too large for its dtype
                 what = "the gradient of the loss, times the share of its micro-batch, is not finite"
             self._finite(dy, "dy", what)
+        handed = watched(self.number, microbatch, dy, "dy")
         result = work(dy, saved)
+        checks.unchanged(handed, f"the end of its {action}")
         dx = result
         if action != "backward":
             dx = result[0]

@@ -20,6 +20,7 @@ from mpipipe.comm import AllReduce, Mailbox, NcclSums
 from mpipipe.job import ReplicaSum
 from mpipipe.nn import kernels
 from mpipipe.pipeline.attached import AttachedStage
+from mpipipe.pipeline.check import Checks
 from mpipipe.pipeline.construction import AgreedRanks
 from mpipipe.pipeline.ties import TiedParameter
 
@@ -27,9 +28,12 @@ from mpipipe.pipeline.ties import TiedParameter
 class StepGradients:
     """The gradients of the stages of one rank; `close` is collective over the replicas."""
 
-    def __init__(self, ranks: AgreedRanks, ties: Sequence[TiedParameter]) -> None:
+    def __init__(
+        self, ranks: AgreedRanks, ties: Sequence[TiedParameter], checks: Checks | None
+    ) -> None:
         self.replicas = ranks.replicas
         self.ties = ties
+        self.checks = checks
         self.nccl = None
         if self.replicas is not None and ranks.sums_by_nccl:
             self.nccl = NcclSums(self.replicas)
@@ -68,6 +72,8 @@ class StepGradients:
             self._underway = []
             for parameter in self.ties:
                 parameter.sum_gradients()
+            if self.checks is not None:
+                self.checks.look_at_sums(stages)
         finally:
             for stage in stages:
                 stage.leave_step()

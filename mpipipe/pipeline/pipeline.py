@@ -195,7 +195,7 @@ class Pipeline:
         if arguments.check:
             checks = Checks(self.rank, schedule.stages - 1)
         tied = tie(pipe, transport, stages, ranks.ties)
-        self._gradients = StepGradients(ranks, tied)
+        self._gradients = StepGradients(ranks, tied, checks)
         self._poll: Callable[[], None] = mailbox.poll
         if ranks.replicas is not None:
             self._poll = partial(self._gradients.poll, mailbox)

@@ -88,6 +88,7 @@ FAULTS = {  # name: (event, fault; error, micro-batch, words of it)
     "NaN in dx": (at("input", put("dx", np.nan)), NonFiniteError, AT, "input gradient that is not finite.*dx"),
     "NaN in a gradient": (at("weight", put("g", np.nan)), NonFiniteError, AT, r"gradient\['1.w'\].*at \[0\]: nan"),
     "write to x": (at("forward", lambda a: write(a.x)), StageError, AT, "x was written to before its backward.*sum"),
+    "write to dy": (at("input", lambda a: write(a.dy)), StageError, AT, "dy was written to before the end of its .*sum"),
     "write to y after it was sent": (later("forward", "y"), StageError, 0, "y was written to before its backward"),
     "write to dx after it was sent": (later("input", "dx"), StageError, 0, "dx was written to before the end of the"),
     "write to what was saved": (later("forward", "saved"), StageError, 0, r"saved\[1\]\[0\] was written to before its"),
@@ -337,6 +338,27 @@ def test_numbers_of_all_kinds(kind):
     pairs = zip(before, watched(0, 0, part, "x"), strict=True)
     assert [one.name for one, now in pairs if one.checksum != now.checksum] == ["x['b'][0]"]
     assert [one.name for one in watched(0, 0, part, "x", without=array)] == ["x['a']"]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_stage_that_writes_to_its_input_where_no_backward_follows(comm):
+    found = raised(comm, two_chunks(comm), at("forward", lambda a: write(a.x)), call="evaluate")
+    names(found, StageError, 1, 1, AT, "x was written to before the end of its forward")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_sum_over_replicas_that_overflows(comm):
+    if comm.size % 2:
+        pytest.skip("pairs of replicas")
+    pipe, replicas = comm.Split(comm.rank), comm.Split(comm.rank // 2)
+    stage = Mine(0, at("weight", lambda a: a.g.fill(1e308), MICROBATCHES - 1))
+    x = np.ones((ROWS, DIM))
+    options = dict(loss=nn.mean_squared_error, replicas=replicas, check=True)
+    pipeline = Pipeline([stage], one_f_one_b(1, MICROBATCHES), pipe, **options)
+    with pytest.raises((NonFiniteError, PeerError), match="the sum of a gradient over replicas"):
+        pipeline.step(x, x)
+    pipe.Free()
+    replicas.Free()
 
 
 class OnDevice:
