@@ -88,7 +88,7 @@ FAULTS = {  # name: (event, fault; error, micro-batch, words of it)
     "NaN in dx": (at("input", put("dx", np.nan)), NonFiniteError, AT, "input gradient that is not finite.*dx"),
     "NaN in a gradient": (at("weight", put("g", np.nan)), NonFiniteError, AT, r"gradient\['1.w'\].*at \[0\]: nan"),
     "write to x": (at("forward", lambda a: write(a.x)), StageError, AT, "x was written to before its backward.*sum"),
-    "write to dy": (at("input", lambda a: write(a.dy)), StageError, AT, "dy was written to before the end of its .*sum"),
+    "write to dy": (at("input", lambda a: write(a.dy)), StageError, AT, "dy was written to before the end of .*sum"),
     "write to y after it was sent": (later("forward", "y"), StageError, 0, "y was written to before its backward"),
     "write to dx after it was sent": (later("input", "dx"), StageError, 0, "dx was written to before the end of the"),
     "write to what was saved": (later("forward", "saved"), StageError, 0, r"saved\[1\]\[0\] was written to before its"),
