@@ -271,8 +271,8 @@ class HaloConv(HaloExchange):
     Parameters
     ----------
     comm, axis : Communicator, int
-        As for `HaloExchange`; the axis is one of space. Each shard begins at a multiple of the
-        stride.
+        As for `HaloExchange`; the axis is one of space. Each shard has a point at least, and begins
+        at a multiple of the stride.
     conv : nn.Conv
         The convolution of the whole field, with padding "same" or "periodic" along the axis.
     layout : attention.Layout, optional
@@ -337,21 +337,14 @@ class HaloConv(HaloExchange):
 
     def forward(self, x: Array) -> tuple[Array, Saved]:
         error = None
-        is_empty = x.shape[self.axis : self.axis + 1] == (0,)
         try:
-            # A shard without points is checked as one of a single point.
             shape = list(x.shape)
             if x.ndim > self.axis:
-                shape[self.axis] += sum(self.width) + is_empty
-            sizes = self.conv._sizes(np.broadcast_to(0.0, shape))
+                shape[self.axis] += sum(self.width)
+            self.conv._sizes(np.broadcast_to(0.0, shape))
         except ArgumentError as problem:
             error = problem
         wider, of_halo = self._exchange(x, error)
-        if is_empty:
-            shape = [len(x), *sizes, self.conv.outputs]
-            shape[self.axis] = 0
-            y = arrays.empty(tuple(shape), x.dtype, arrays.device_of(x))
-            return y, (None, of_halo, y.shape)
         with self._group.failing("the forward of a HaloConv"):
             y, saved = self.conv.forward(wider)
             return y, (saved, of_halo, y.shape)
@@ -359,17 +352,12 @@ class HaloConv(HaloExchange):
     def backward_input(self, dy: Array, saved: Saved) -> tuple[Array, Pending]:
         of_conv, of_halo, shape = saved
         self._begin_backward(dy, shape, of_halo[-1])
-        pending = None
-        if of_conv is None:
-            dwider = arrays.zeros(of_halo[3], dy.dtype, arrays.device_of(dy))
-        else:
-            with self._group.failing("the backward of a HaloConv"):
-                dwider, pending = self.conv.backward_input(dy, of_conv)
+        with self._group.failing("the backward of a HaloConv"):
+            dwider, pending = self.conv.backward_input(dy, of_conv)
         return self._bring_home(dwider, of_halo), pending
 
     def backward_weight(self, pending: Pending) -> None:
-        if pending is not None:
-            self.conv.backward_weight(pending)
+        self.conv.backward_weight(pending)
 
 
 class AllToAll(_OverRanks):

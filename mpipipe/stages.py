@@ -18,7 +18,7 @@ import numpy as np
 
 from mpipipe import arrays, nn
 from mpipipe.arrays import Array, Tree
-from mpipipe.errors import ArgumentError, MpipipeError, StageError
+from mpipipe.errors import ArgumentError
 from mpipipe.nn import FlatBuffer, Pending, Position, Saved, kernels
 from mpipipe.nn.kernels import Kernels
 
@@ -128,35 +128,23 @@ def arrays_to_compare(stage: PipelineStage) -> tuple[list[tuple[str, Array]], li
         flats += [inner.parameters.flat, inner.buffers.frozen_parameters.flat]
     if isinstance(stage, UserStage) and not stage.inner_stages:
         named = [("", flat) for flat in gradient_arrays(stage)]
-        for name, array in _own_arrays(stage).items():
-            named.append((name, array))
-            flats.append(array)
+        own_arrays = named_arrays(stage, "parameters")
+        if own_arrays:
+            # Numbers of `flat` may have no name.
+            own_arrays = {WHOLE: stage.parameters.flat, **own_arrays}
+        for name, array in stage.given("state_dict", dict)().items():
+            if arrays.is_array(array):
+                own_arrays.setdefault(name, array)
+        named += own_arrays.items()
+        flats += own_arrays.values()
     return named, flats
-
-
-def _own_arrays(stage: UserStage) -> dict[str, Array]:
-    """Return its parameters, together and by name, and what `state_dict()` has besides."""
-    holder = stage.given("parameters")
-    arrays_by_name: dict[str, Array] = {}
-    if flat_if_any(holder) is not None:
-        view = FlatView.of(holder)
-        arrays_by_name = {WHOLE: view.flat, **view}
-    for name, array in stage.given("state_dict", dict)().items():
-        if name not in arrays_by_name and arrays.is_array(array):
-            arrays_by_name[name] = array
-    return arrays_by_name
 
 
 def named_arrays(stage: PipelineStage, attribute: str) -> dict[str, Array]:
     """Return all "parameters" or "gradients" of a stage by name; as "flat" without names."""
     named: dict[str, Array] = {}
-    if isinstance(stage, UserStage):
-        holder = stage.given(attribute)
-        flat = flat_if_any(holder)
-        if isinstance(holder, Mapping) and holder:
-            named.update(holder)
-        elif flat is not None:
-            named[WHOLE] = flat
+    if isinstance(stage, UserStage) and flat_if_any(stage.given(attribute)) is not None:
+        named.update(FlatView.of(stage.given(attribute)))
     for inner in stage.inner_stages:
         named.update(getattr(inner, attribute))
     return named
@@ -174,17 +162,7 @@ class UserArrays:
         self.user_stage = user_stage
         self.name = type(user_stage).__name__  # for errors
         self.inner_stages: list[nn.Stage] = list(getattr(user_stage, "inner_stages", ()))
-        strange: list[str] = []
-        for inner in self.inner_stages:
-            if not isinstance(inner, nn.Stage):
-                strange.append(type(inner).__name__)
-        if strange:
-            raise ArgumentError(
-                "inner_stages of a stage", found=", ".join(strange), expected="a list of nn.Stage"
-            )
         self._first = next(iter(self.inner_stages), None)
-        # The view of the parameters, with their place in memory.
-        self._view: tuple[tuple[int, int], FlatView] | None = None
 
     def given(self, name: str, default: object = None) -> Any:
         """Return what the user's stage has under a name, or else the default."""
@@ -217,26 +195,17 @@ class UserArrays:
     def parameters(self) -> FlatView:
         """The parameters by name, with `flat`; complex ones are pairs of real ones."""
         holder = self.given("parameters")
-        flat = flat_if_any(holder)
-        place = (0, 0)
-        if flat is not None:
-            place = (arrays.address(flat), flat.size)
-        if self._view is None or self._view[0] != place:
-            if holder is not None or self.given("gradients") is not None:
-                view = FlatView.of(holder)
-            elif hasattr(self.user_stage, "gradients") or hasattr(self.user_stage, "parameters"):
-                view = FlatView(np.zeros(0, np.float32), {})
-            else:
-                raise ArgumentError(
-                    "a stage without flat parameters and gradients",
-                    found=self.name,
-                    expected="attributes `parameters` and `gradients`, each None or an object "
-                    "with an array `flat`",
-                    remedy="make both of nn.FlatBuffer; a stage around others: give its "
-                    "inner_stages",
-                )
-            self._view = place, view
-        return self._view[1]
+        if holder is not None or self.given("gradients") is not None:
+            return FlatView.of(holder)
+        if hasattr(self.user_stage, "gradients") or hasattr(self.user_stage, "parameters"):
+            return FlatView(np.zeros(0, np.float32), {})
+        raise ArgumentError(
+            "a stage without flat parameters and gradients",
+            found=self.name,
+            expected="attributes `parameters` and `gradients`, each None or an object with an "
+            "array `flat`",
+            remedy="make both of nn.FlatBuffer; a stage around others: give its inner_stages",
+        )
 
     @property
     def gradients(self) -> FlatView:
@@ -254,18 +223,19 @@ class UserArrays:
         if ranges is None:
             return parameters.decay_ranges
         parts = parameters.parts
+        size = parameters.flat.size // parts
         flat_ranges = []
-        end = 0
+        edges = [0]
         for start, stop, decay in ranges:
-            if parts * start != end:
-                break
-            end = parts * stop
-            flat_ranges.append((parts * start, end, decay))
-        if end != parameters.flat.size or len(flat_ranges) < len(ranges):
+            edges += [start, stop]
+            flat_ranges.append((parts * start, parts * stop, decay))
+        edges.append(size)
+        # Each range begins where the one before it ends.
+        if edges[::2] != edges[1::2]:
             raise ArgumentError(
                 "decay_ranges of a stage leave out parameters, or have some twice",
                 found=f"{self.name}: {ranges}",
-                expected=f"ranges from 0 to {parameters.flat.size // parts} without gaps, in order",
+                expected=f"ranges from 0 to {size} without gaps, in order",
             )
         return flat_ranges
 
@@ -316,11 +286,6 @@ class UserStage(UserArrays, nn.Differentiable):
         super().__init__(user_stage)
         # True if all gradients are known, so that replicas can sum them.
         self.shows_gradients = bool(self.inner_stages) or hasattr(user_stage, "gradients")
-        # Names that inputs of the first stage must have; None if that is not known.
-        self.input_names: set[str] | None = None
-        takes = self.given("takes")
-        if type(takes) is tuple:
-            self.input_names = {*takes}
         self.position = Position()
         # The last forward that was called, and whether it takes a position.
         self._forward: tuple[Any, bool] = (None, False)
@@ -381,16 +346,8 @@ class UserStage(UserArrays, nn.Differentiable):
             inner.refresh()
         self._set_ends(ends)
         refresh = self.given("refresh")
-        if refresh is None:
-            return
-        try:
+        if refresh is not None:
             refresh()
-        except MpipipeError:
-            raise
-        except Exception as error:
-            if arrays.memory_shortage(error) is not None:
-                raise
-            raise StageError(f"refresh raised {type(error).__name__}: {error}") from error
 
     def _set_ends(self, ends: bool) -> None:
         # Anything else than a bool is an attribute of the user's own.

@@ -398,13 +398,6 @@ class Stage(Differentiable):
             return self
         return self.names.entry
 
-    @property
-    def input_names(self) -> set[str] | None:
-        """Names that its inputs must have, as the first stage; None if a subclass takes any."""
-        if self.takes_branches:
-            return None
-        return self.names.comes_in
-
     def check_skips(self, number: int, takes: Sequence[str], gives: Sequence[str]) -> None:
         """Raise ArgumentError unless these are the skips that its layers know of.
 

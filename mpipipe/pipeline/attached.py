@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
-from mpipipe.errors import ArgumentError, MpipipeError
+from mpipipe.errors import ArgumentError
 from mpipipe.pipeline.construction import names_given
 from mpipipe.schedules import Schedule
 from mpipipe.stages import PipelineStage, Runner, gradient_arrays
@@ -55,12 +55,7 @@ class AttachedStage:
     def begin_call(self) -> None:
         """Compute with the parameters as they are now."""
         self.direct = self.stage.direct
-        try:
-            self.stage.begin_call(self._ends, self._runs_again)
-        except MpipipeError as error:
-            if error.stage is None:
-                error.stage = self.number
-            raise
+        self.stage.begin_call(self._ends, self._runs_again)
 
     def begin_gradients(self) -> None:
         """Set all gradients to zero."""

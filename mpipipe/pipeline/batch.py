@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from mpipipe.arrays import Array, Download, Forked, Tree
+from mpipipe.arrays import Array, Download, Tree
 from mpipipe.comm import Lease
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import Pending, Position, Saved
@@ -16,7 +16,6 @@ from mpipipe.pipeline.plan import ActionPlan
 from mpipipe.pipeline.units import (
     AskedBatch,
     Batched,
-    MessageSpec,
     Microbatches,
     Slicing,
     Units,
@@ -101,8 +100,7 @@ class BatchReader:
     """Checks and cuts the batches of one rank.
 
     Where `loss.mean_over_entries` is true, targets count by their entries, else by their rows.
-    `bare` is whether a stage of this rank has a backward and does not show its gradients. `names`
-    are those that inputs must have besides the main array; None where the first stage does not say.
+    `bare` is whether a stage of this rank has a backward and does not show its gradients.
     `slicing` is how micro-batches are cut into slices.
     """
 
@@ -110,7 +108,6 @@ class BatchReader:
     rank: int
     loss: LossFunction | None
     bare: bool = False
-    names: Collection[str] | None = None
     slicing: Slicing = field(default_factory=Slicing)
     # Numbers the specs of the inputs, by the key of micro-batches.
     signature: Callable[[Any], int] = field(default_factory=_numbering)
@@ -138,34 +135,33 @@ class BatchReader:
                 stage=self.schedule.stages - 1,
                 remedy="pass loss=... to Pipeline, for example mpipipe.nn.mean_squared_error",
             )
-        batch = Batch(BatchFacts(bare=self.bare))
+        facts = BatchFacts(bare=self.bare)
+        input_units = None
+        target_units = None
+        counts = None
         if holds_inputs:
             parts = self._cut(call, "inputs", inputs)
-            if self.names is not None:
-                _check_names(parts.specs, self.names)
-            facts = batch.facts._replace(
+            input_units = parts.units
+            facts = facts._replace(
                 signature=self.signature(parts.key),
                 rows=_compared(inputs, parts),
                 microbatches=len(parts.rows),
                 listed=isinstance(inputs, list) or callable(inputs),
             )
-            batch = batch._replace(facts=facts, inputs=parts.units)
         if holds_targets:
             parts = self._cut(call, "targets", targets)
-            counts, facts = self._count(parts, batch.facts)
+            target_units = parts.units
+            counts, facts = self._count(parts, facts)
             facts = facts._replace(target_rows=_compared(targets, parts))
-            batch = batch._replace(facts=facts, targets=parts.units, counts=counts)
-        return batch
+        return Batch(facts, input_units, target_units, counts)
 
     def _cut(self, call: str, name: str, batch: Batched) -> Microbatches:
         microbatches = self.schedule.microbatches
         if callable(batch):
-            fewest = microbatches
-            if call == "forward":
-                fewest = 1
-            asked = AskedBatch(name, batch, microbatches, fewest, self.rank, self.slicing)
-            key = asked.specs[0], tuple(asked.rows)
-            return Microbatches(asked, asked.specs, asked.rows, key)
+            asked = AskedBatch(name, batch, self.rank, self.slicing)
+            spec = asked.spec
+            assert spec is not None  # micro-batch 0 has set it
+            return Microbatches(asked, [spec] * microbatches, [spec.rows] * microbatches, spec)
         if call == "forward" and isinstance(batch, list):
             microbatches = max(1, min(microbatches, len(batch)))
         elif call not in STEPS and not isinstance(batch, list):
@@ -201,34 +197,6 @@ class BatchReader:
         return counts, facts._replace(
             counted=sum(rows), entries=sum(entries), mean_over=mean_over, uneven=uneven
         )
-
-
-def _check_names(specs: Sequence[MessageSpec], names: Collection[str]) -> None:
-    """Raise ArgumentError unless each micro-batch has the names that layers take."""
-    for structure in dict.fromkeys([spec.structure for spec in specs]):
-        names_given = set()
-        if isinstance(structure, Forked):
-            names_given = {name for name, *_ in structure.parts if name}
-        missing = sorted({*names} - names_given)
-        unused = sorted(names_given - {*names})
-        if not missing and not unused:
-            continue
-        message = f"no layer takes {', '.join(unused)}, which the inputs have"
-        if missing:
-            message = f"the inputs lack {', '.join(missing)}, which a layer takes"
-        raise ArgumentError(
-            message,
-            found=_branches_with(names_given) or "no Branches",
-            expected=_branches_with(names) or "no names",
-            remedy="mpipipe.Branches(x, name=...), with a name for each that layers take "
-            "and none before gives",
-        )
-
-
-def _branches_with(names: Collection[str]) -> str:
-    if not names:
-        return ""
-    return f"Branches with {', '.join(sorted(names))}"
 
 
 def check_place(name: str, value: object, wanted: bool, where: str) -> None:

@@ -22,7 +22,6 @@ from mpipipe.trace import Recorder
 
 # A mark: seconds of the host's clock, or an event on a GPU.
 Mark: TypeAlias = "float | arrays.Event"
-MOST_CALLS = 8  # calls whose marks wait to be read
 
 
 class TimedCall(NamedTuple):
@@ -39,7 +38,7 @@ class TimedCall(NamedTuple):
 class HostClock:
     """Durations of the actions of one rank, by marks that `now` makes."""
 
-    waits: ClassVar[bool] = False  # whether reading marks waits for the device
+    unread: ClassVar[int] = 0  # calls whose marks wait to be read: on a GPU that is waiting
 
     # By the clock of the recorder, if there is one.
     host_now: Callable[[], float] = perf_counter
@@ -70,7 +69,7 @@ class HostClock:
 
     def leave(self) -> None:
         self.host_elapsed = perf_counter() - self.entered
-        if self.trains and not self.waits:
+        if self.trains and not self.unread:
             self.training_seconds[1] += self.host_elapsed
         self.trains = False
 
@@ -80,8 +79,6 @@ class HostClock:
 
     def begin(self, training: bool) -> None:
         """Begin a call."""
-        if len(self.ended) > MOST_CALLS:
-            self._read(self.ended.popleft())
         self.trains = training
         self.start = self._start()
         self.others = []
@@ -89,8 +86,8 @@ class HostClock:
     def end(self, actions: Sequence[PlannedAction], marks: list) -> None:
         """End a call, which has left two marks for each action, in order."""
         self.ended.append(TimedCall(self.start, actions, self.trains, marks, self.others))
-        if self.recorder is not None and not self.waits:
-            self.settle()
+        while len(self.ended) > self.unread:
+            self._read(self.ended.popleft())
 
     def record(self, recorder: Recorder | None) -> None:
         """Let a recorder note actions from now on, by its clock; None ends that."""
@@ -99,7 +96,7 @@ class HostClock:
         self.host_now = perf_counter
         if recorder is not None:
             self.host_now = recorder.now
-        if not self.waits:
+        if not self.unread:
             self.now = self.host_now
 
     def add(self, name: str, start: float, end: float) -> None:
@@ -159,7 +156,7 @@ class HostClock:
 class DeviceClock(HostClock):
     """The clock of a GPU: marks are events on the current stream, read once the work is done."""
 
-    waits = True
+    unread = 8
 
     def __post_init__(self) -> None:
         self.now = partial(arrays.record, timing=True)

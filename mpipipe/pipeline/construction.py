@@ -21,7 +21,6 @@ from mpipipe.job import (
     RankGroup,
     attributes,
     digest,
-    raise_for_partners,
     raise_on_all,
     runtime,
     settings,
@@ -34,8 +33,6 @@ from mpipipe.text import counted
 logger = logging.getLogger("mpipipe")
 
 CALL = "construction of a Pipeline"
-# What replicas must have in common, besides the facts of all ranks.
-PARTNERS = f"{CALL}: whether all have partners"
 DIGESTS = ("parameters' names, shapes and dtypes", "parameters' values")
 
 
@@ -92,8 +89,8 @@ class AgreedRanks(NamedTuple):
 # ranks below and above it, what came of that: so an error on one rank comes out on all ranks of all
 # pipes.
 #
-# Where only some ranks of a pipe were given replicas, the others have no partners to tell: their
-# partners in other pipes would wait in vain. So partners first ask each other whether that is so.
+# Where only some ranks of a pipe were given replicas, the others have no partners to tell. Then all
+# ranks of the pipe raise at once, and partners in other pipes learn it as they learn of a failure.
 
 
 def agree_on_construction(
@@ -168,13 +165,8 @@ def agree_on_construction(
         replicas = RankGroup(arguments.replicas)
         groups.insert(0, replicas)
         if not table[:, 0].all():
-            # A partner that raises for what this rank says has not the error to report.
-            with suppress(PeerError):
-                replicas.agree(PARTNERS, values=[False])
             assert problem is not None  # some ranks of this pipe have no partners
             raise problem
-        if not replicas.agree(PARTNERS, values=[True]).all():
-            raise_for_partners(PeerError("some ranks of another pipeline were given no replicas"))
         _compare_replicas(groups, common_facts, problem, table.tolist(), digests)
         _share_state(replicas, stages.values())
     sums_by_nccl = False
@@ -230,9 +222,7 @@ def end_groups(groups: Sequence[RankGroup], error: BaseException) -> None:
             with suppress(PeerError):
                 group.close()
         else:
-            text = f"{error!r}"
-            if isinstance(error, MpipipeError):
-                text = f"{error}"
+            text = f"{type(error).__name__}: {error}"
             group.fail(error, f"a pipeline could not be built: {text}", making=True)
 
 
@@ -268,12 +258,11 @@ def _digests(stages: Iterable[PipelineStage]) -> list[int]:
 
 def device_of(stages: Iterable[PipelineStage]) -> str:
     """Return "cpu" or "cuda", where this rank's stages compute; ArgumentError if they differ."""
-    devices = [stage.device for stage in stages]
-    kinds = {device.partition(":")[0] for device in devices}
+    kinds = {stage.device for stage in stages}
     if len(kinds) > 1 or not kinds <= {"cpu", "cuda"}:
         raise ArgumentError(
             "the stages of one rank are on different devices",
-            found=devices,
+            found=sorted(kinds),
             expected="all 'cpu' or all 'cuda'",
             remedy="build all stages of a rank with the same device",
         )
@@ -295,14 +284,6 @@ def check_arguments(arguments: Arguments, comm: Communicator) -> dict[int, Pipel
     schedule = arguments.schedule
     loss = arguments.loss
     settings.check_settings()
-    if arguments.check and settings.NCCL.is_on:
-        # The host would wait for a device that waits for ranks.
-        raise ArgumentError(
-            "check mode looks at arrays on the host, between messages",
-            found="MPIPIPE_NCCL=on",
-            expected="messages and sums by MPI",
-            remedy="MPIPIPE_NCCL=auto, which leaves NCCL out in check mode; or check=False",
-        )
     if arguments.replicas is not None:
         runtime.resolve(arguments.replicas)
     if not isinstance(schedule, Schedule):
@@ -319,14 +300,11 @@ def check_arguments(arguments: Arguments, comm: Communicator) -> dict[int, Pipel
         )
     check(schedule)
     numbers = schedule.stages_of(comm.rank)
-    count: int | str = type(stages).__name__
-    if isinstance(stages, (list, tuple)):
-        count = len(stages)
-    if count != len(numbers):
+    if len(stages) != len(numbers):
         raise ArgumentError(
             "wrong number of stages on this rank",
             rank=comm.rank,
-            found=count,
+            found=len(stages),
             expected=f"a list of {len(numbers)}: logical stages {', '.join(map(str, numbers))}",
             remedy="pass one stage for each chunk of this rank",
         )
@@ -360,12 +338,6 @@ def check_arguments(arguments: Arguments, comm: Communicator) -> dict[int, Pipel
             raise
     if arguments.has_replicas:
         _check_own_gradients(checked)
-    if loss is not None and not callable(loss):
-        raise ArgumentError(
-            "loss",
-            found=type(loss).__name__,
-            expected="a function (output, target) -> (value, doutput)",
-        )
     if getattr(loss, "over_batch", False) and comm.rank == schedule.placement[-1]:
         check_forwards_first(schedule, "a loss over the batch")
     _check_slices(arguments, checked)
@@ -380,12 +352,13 @@ def _check_slices(arguments: Arguments, stages: dict[int, PipelineStage]) -> Non
     if lengths is not None and (
         [*map(type, lengths)] != [int] * count or min(lengths) < 1 or count == 1
     ):
-        expected = "None for a schedule without slices"
-        if count > 1:
-            numbers = counted(count, "whole number")
-            expected = f"None, or {numbers} of at least 1, one for each slice of the schedule"
-        raise ArgumentError("slice_lengths", found=lengths, expected=expected)
-    slices = f"{count} slices"
+        raise ArgumentError(
+            "slice_lengths",
+            found=lengths,
+            expected="None, or of a schedule with several slices a whole number of at least 1 for "
+            f"each; this one has {counted(count, 'slice')}",
+        )
+    slices = counted(count, "slice")
     if lengths:
         slices = f"lengths {', '.join(map(str, lengths))}"
     for number, stage in stages.items():
@@ -393,23 +366,16 @@ def _check_slices(arguments: Arguments, stages: dict[int, PipelineStage]) -> Non
         if not names:
             continue
         listed = ", ".join(names)
-        if count == 1:
-            raise ArgumentError(
-                "a stage attends to slices of sequences, and the schedule has whole ones",
-                stage=number,
-                found=listed,
-                remedy="take a schedule with as many slices, or attend without attention.Sliced",
-            )
         raise ArgumentError(
-            "a schedule has slices, and a stage cannot take the slices of a sequence one after the "
+            "a stage cannot take the slices of a sequence that the schedule has, one after the "
             "other",
             stage=number,
             found=listed,
             expected="layers for which positions are alike, and nn.SelfAttention with "
             f"attention.Sliced of {slices}",
             remedy="attend with attention.Sliced(attention.Local(), lengths); set slices = True in "
-            "a stage of your own that treats each position by itself; or take a schedule without "
-            "slices",
+            "a stage of your own that treats each position by itself; or take a schedule with "
+            "other slices, or none",
         )
     unfit = None
     if getattr(loss, "mean_over_entries", None) is False:
@@ -436,8 +402,9 @@ def check_forwards_first(schedule: Schedule, what: str) -> None:
     last = schedule.stages - 1
     order = schedule.orders[schedule.placement[last]]
     ops = "".join(action.op for action in order if action.stage == last)
-    before, *after = re.split("[BI]", ops)
-    if "F" in "".join(after):
+    backward = re.search("[BI].*F", ops)
+    if backward is not None:
+        before = ops[: backward.start()]
         raise ArgumentError(
             f"{what} needs all outputs before the first backward",
             stage=last,

@@ -27,7 +27,7 @@ from mpipipe.pipeline.attached import AttachedStage
 from mpipipe.pipeline.batch import Call
 from mpipipe.pipeline.check import Checks
 from mpipipe.pipeline.clock import HostClock
-from mpipipe.pipeline.diagnostics import action_error, memory_error
+from mpipipe.pipeline.diagnostics import action_error
 from mpipipe.pipeline.evaluation import LossEvaluation
 from mpipipe.pipeline.gradient_sums import StepGradients
 from mpipipe.pipeline.loss import unscaled
@@ -53,21 +53,17 @@ class Executor:
     input_grads: bool
     # The call under way, or one that has failed: kernels and messages may still touch its arrays.
     call: Call | None = None
-    place: str = ""  # the place of this rank, for the report of an interruption
-
-    def __post_init__(self) -> None:
-        self.place = f"rank {self.rank}"
 
     def run(self, call: Call, stop: int | None = None) -> None:
         """Run the actions of a call that have not run yet: up to number `stop`, or to its end.
 
         Errors name rank, stage and micro-batch.
         """
-        if self.call is not call:
-            self._begin(call)
         action: PlannedAction | None = None
         with self.loss.taking_head(call):
             try:
+                if self.call is not call:
+                    self._begin(call)
                 for run, action in self._program(call)[len(call.marks) // 2 : stop]:  # noqa: B007
                     run(call)
             except PeerError:
@@ -78,37 +74,22 @@ class Executor:
                     self._locate(error, action)
                 raise
             except Exception as error:
-                if action is None:
-                    raise
-                located = action_error(NAMES[action.op], error)
+                what = f"the start of {call.name}"
+                if action is not None:
+                    what = NAMES[action.op]
+                located = action_error(what, error)
                 self._locate(located, action)
                 raise located from error
-            except BaseException:
-                # SystemExit and KeyboardInterrupt stay what they are; other ranks hear where it
-                # was.
-                if action is not None:
-                    self.place = (
-                        f"rank {self.rank}, stage {action.stage}, micro-batch {action.unit}, "
-                        f"{NAMES[action.op]}"
-                    )
-                raise
             if stop is None:
                 self._end(call)
 
     def _begin(self, call: Call) -> None:
         """Begin a call: its messages, and the marks of its actions."""
-        try:
-            for stage in self.stages:
-                stage.begin_call()
-            self.messages.begin(call.plan, call.agreed.signature)
-            if self.checks is not None:
-                self.checks.begin(call)
-        except Exception as error:
-            shortage = memory_error(f"the start of {call.name}", error)
-            self._locate(shortage or error)
-            if shortage is None:
-                raise
-            raise shortage from error
+        for stage in self.stages:
+            stage.begin_call()
+        self.messages.begin(call.plan, call.agreed.signature)
+        if self.checks is not None:
+            self.checks.begin(call)
         self.clock.begin(call.training)
         self.call = call
 
@@ -163,16 +144,14 @@ class Executor:
         self.clock.record(recorder)
         self.messages.mailbox.recorder = recorder
 
-    def _locate(self, error: Exception, action: PlannedAction | None = None) -> None:
+    def _locate(self, error: MpipipeError, action: PlannedAction | None) -> None:
         """Add where an error happened, as far as it does not say that itself."""
-        if not isinstance(error, MpipipeError):
-            return
-        where: dict[str, int] = {"rank": self.rank}
-        if action is not None:
-            where |= {"stage": action.stage, "microbatch": action.unit}
-        for name, value in where.items():
-            if getattr(error, name) is None:
-                setattr(error, name, value)
+        if error.rank is None:
+            error.rank = self.rank
+        if action is not None and error.stage is None:
+            error.stage = action.stage
+        if action is not None and error.microbatch is None:
+            error.microbatch = action.unit
 
 
 # -- What all actions have in common ---------------------------------------------------------------
@@ -313,7 +292,8 @@ def is_plain(action: PlannedAction, executor: Executor) -> bool:
     is_usual = (
         action.op in PLAIN
         and action.keeps
-        and not (action.recomputed or action.takes or action.gives)
+        and not action.recomputed
+        and len(action.takes) == len(action.gives) == 1
         and stage.runner is stage.stage
         and stage.stage.device == "cpu"
         # A loss over the batch holds outputs that lie in received buffers.
@@ -352,8 +332,8 @@ class Forward(BoundAction):
             raise wrong_result(result)
         y, saved = result
         skips: dict[str, Tree] = {}
-        if action.gives or type(y) is Branches:
-            y, skips = parted(y, action.gives, NAMES["F"])
+        if action.gives[1:] or type(y) is Branches:
+            y, skips = parted(y, action.gives[1:], NAMES["F"])
         if action.last:
             # A loss over the batch, or the user, holds it when buffers are used again.
             y = copy_if_aliased(y, lease)
@@ -403,8 +383,8 @@ class Backward(BoundAction):
 
         skips: dict[str, Tree] = {}
         # At the first stage Branches are of the side inputs of the batch.
-        if action.gives or (type(dx) is Branches and not action.first):
-            dx, skips = parted(dx, action.gives, NAMES[action.op])
+        if action.gives[1:] or (type(dx) is Branches and not action.first):
+            dx, skips = parted(dx, action.gives[1:], NAMES[action.op])
         if not action.ends:
             self.messages.give(action, call.local, dx, skips, lease)
         elif self.returns_dx:

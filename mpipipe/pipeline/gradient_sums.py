@@ -73,7 +73,7 @@ class StepGradients:
             for parameter in self.ties:
                 parameter.sum_gradients()
             if self.checks is not None:
-                self.checks.look_at_sums()
+                self.checks.look_at_sums(stages)
         finally:
             for stage in stages:
                 stage.leave_step()

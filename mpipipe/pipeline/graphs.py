@@ -28,33 +28,13 @@ logger = logging.getLogger("mpipipe")
 # Methods that a recording does not call again.
 METHODS = {"forward", "backward", "backward_input", "backward_weight"}
 MOST_KINDS = 4  # shapes of input of a stage that are recorded; others run without graphs
-MOST_IN_VAIN = 8  # changes in a row of what was read, after which nothing more is recorded
 Key: TypeAlias = "tuple[object, ...]"  # an action, and what its work depends on
-
-
-@dataclass(slots=True)
-class Kind:
-    """What inputs of one shape and dtype have in common."""
-
-    # Actions that have run, and may be recorded when they come again.
-    met: set[Key] = field(default_factory=set)
-    made: int = 0  # number of slots
-    # Slots that no micro-batch has, by their numbers.
-    free: dict[int, Slot] = field(default_factory=dict)
-
-    def take(self) -> Slot:
-        """Take the first free slot, the same in all steps for a micro-batch, or make one."""
-        if self.free:
-            return self.free.pop(min(self.free))
-        self.made += 1
-        return Slot(self.made)
 
 
 @dataclass(slots=True)
 class Slot:
     """Fixed memory for one micro-batch under way."""
 
-    number: int  # counted for each kind
     # What each action reads, once it was recorded: x or dy.
     inputs: dict[str, Array] = field(default_factory=dict)
     # action -> (its graph, what the action returns: each launch writes these arrays)
@@ -67,9 +47,12 @@ class Saved:
 
     # The forward and its backwards depend on this besides the input.
     mode: Key
+    # Actions that have run, and may be recorded when they come again.
+    met: set[Key]
     # None if graphs are out of the question.
-    kind: Kind | None = None
     slot: Slot | None = None
+    # Takes the slot at the end.
+    free: list[Slot] = field(default_factory=list)
     by_graph: bool = True  # whether graphs have run all actions so far
     saved: nn.Saved = None
     # The input gradient leaves this for the weight gradient.
@@ -77,8 +60,8 @@ class Saved:
 
     def __del__(self) -> None:
         """Free the slot once what was saved is dropped, also after a failed call."""
-        if self.kind is not None and self.slot is not None:
-            self.kind.free[self.slot.number] = self.slot
+        if self.slot is not None:
+            self.free.append(self.slot)
 
 
 def use_graphs(stage: AttachedStage) -> None:
@@ -98,10 +81,11 @@ class StageGraphs:
         self.position = stage.position
         # Why no more is recorded; "" if it is.
         self.reason = arrays.graphs_refused() or unrecordable(stage)
-        self._kinds: dict[tuple, Kind] = {}
+        # Slots that no micro-batch has, by shape and dtype of the input.
+        self._free: dict[tuple, list[Slot]] = {}
+        self._met: set[Key] = set()
         # What recordings have read: where parameters and gradients are, and the layers.
         self._read: tuple = ()
-        self._in_vain = 0  # changes of it in a row without a recording between them
         logger.info("%s", self)
 
     def __str__(self) -> str:
@@ -114,22 +98,24 @@ class StageGraphs:
     def recorded(self) -> int:
         """Number of graphs of the slots that no micro-batch has: of all slots between two calls."""
         graphs = 0
-        for kind in self._kinds.values():
-            for slot in kind.free.values():
+        for slots in self._free.values():
+            for slot in slots:
                 graphs += len(slot.graphs)
         return graphs
 
     def forward(self, x: Array) -> tuple[Array | None, Saved]:
         stage = self.stage
         stage.position = self.position
-        kept = Saved((stage.names.headless,))
         if not self.reason:
             self._forget_if_changed()
+        kept = Saved((stage.names.headless,), self._met)
+        if not self.reason:
             x = stage.first_layer.upload(accepted_input(stage, x))
             shape = x.shape, x.dtype
-            if shape in self._kinds or len(self._kinds) < MOST_KINDS:
-                kept.kind = self._kinds.setdefault(shape, Kind())
-                kept.slot = kept.kind.take()
+            if shape in self._free or len(self._free) < MOST_KINDS:
+                kept.mode = (*kept.mode, shape)
+                kept.free = self._free.setdefault(shape, [])
+                kept.slot = kept.free.pop() if kept.free else Slot()
         y, kept.saved = self._run("forward", x, kept, stage.forward)
         return self._copied(y, kept), kept
 
@@ -141,11 +127,9 @@ class StageGraphs:
         if read == self._read:
             return
         self._read = read
-        self._kinds = {}
-        self._in_vain += 1
+        self._free = {}
+        self._met = set()
         self.reason = unrecordable(stage)
-        if not self.reason and self._in_vain > MOST_IN_VAIN:
-            self.reason = "attributes of layers change from one forward to the next"
         if self.reason:
             logger.warning("%s", self)
 
@@ -173,11 +157,10 @@ class StageGraphs:
     ) -> Any:
         """Return what `work` returns for a value; by a graph where that is possible."""
         key = (action, *kept.mode)
-        kind = kept.kind
         slot = kept.slot
-        if kind is not None and slot is not None:
-            can_record = key in kind.met and kept.by_graph and self._fits(slot, action, value)
-            kind.met.add(key)
+        if slot is not None:
+            can_record = key in kept.met and kept.by_graph and self._fits(slot, action, value)
+            kept.met.add(key)
             place = slot.inputs.get(action)
             if can_record and self._record(slot, key, lambda: work(place)):
                 if place is not None:
@@ -209,7 +192,6 @@ class StageGraphs:
             stage.poll = lambda: None
             try:
                 slot.graphs[key] = arrays.record_graph(work)
-                self._in_vain = 0
             except Exception as error:
                 # Without a graph the work can be done, or raises the error again.
                 self.reason = f"the recording of {key[0]} raised {type(error).__name__}: {error}"

@@ -112,25 +112,12 @@ class Loss:
             weight = checked_weight(result[2])
             if weight == 0:
                 return math.nan, gradient, weight
-        if type(value) is not float:
-            if getattr(value, "size", 1) != 1:
-                raise ArgumentError(
-                    "the value of a loss",
-                    found=f"an array of shape {value.shape}",
-                    expected="one number",
-                )
-            if isinstance(value, (np.ndarray, np.generic)):
-                value = value.item()
-            on_device = arrays.is_device(value)
-            if isinstance(value, complex) or (on_device and value.dtype.kind == "c"):
-                raise ArgumentError(
-                    "the value of a loss is complex",
-                    found="a complex number",
-                    expected="one real number",
-                    remedy="the mean of abs(x) ** 2, or of x.real",
-                )
-            if on_device:  # looked at when the step has ended
+        if isinstance(value, np.generic) or arrays.is_array(value):
+            if value.size == 1 and value.dtype.kind != "c" and arrays.is_device(value):
+                # It is looked at when the step has ended.
                 return value, gradient, weight
+            if value.size == 1:
+                value = value.item()
         check_finite(value)
         return value, gradient, weight
 
@@ -189,11 +176,10 @@ def checked_weight(weight: Any) -> float:
     """Return the weight of a loss as a float; ArgumentError unless it is finite and at least 0."""
     if isinstance(weight, (np.ndarray, np.generic)) and weight.ndim == 0:
         weight = weight.item()
-    is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-    if not is_number or not 0 <= weight <= sys.float_info.max:
+    if type(weight) not in (int, float) or not 0 <= weight <= sys.float_info.max:
         raise ArgumentError(
             "the weight of a loss",
-            found=repr(weight) if is_number else type(weight).__name__,
+            found=f"{type(weight).__name__} {weight}",
             expected="a finite number of at least 0",
             remedy="return how many things the value is a mean over, such as target.size or "
             "float(mask.sum())",
@@ -207,7 +193,7 @@ def check_finite(value: Any) -> None:
         finite = math.isfinite(value)
     except (TypeError, ValueError):
         raise ArgumentError(
-            "the value of a loss", found=type(value).__name__, expected="one number"
+            "the value of a loss", found=type(value).__name__, expected="one real number"
         ) from None
     if not finite:
         raise NonFiniteError(
@@ -363,7 +349,7 @@ class Weighing:
             if shared.total == 0:
                 found = "all weights 0"
             problem = ArgumentError(
-                f"the weights of {shared.what} add up to {shared.total}",
+                f"the weights of the loss of {shared.title} add up to {shared.total}",
                 found=found,
                 expected="something that counts, in one micro-batch of one replica at least",
                 remedy="leave out a batch in which nothing is valid, on all ranks",
@@ -398,19 +384,17 @@ class SharedLoss:
     """Mean loss over all replicas, and losses of this pipeline's micro-batches; collective.
 
     Where there is no other rank, losses that a call has left on the device may stay there until
-    somebody reads them. `where` names rank, stage, and step or call, for errors.
+    somebody reads them.
     """
 
-    def __init__(
-        self, weighing: Weighing, call: Call, where: tuple[int, int, str], what: str
-    ) -> None:
+    def __init__(self, weighing: Weighing, call: Call) -> None:
         pipe = weighing.pipe
         replicas = weighing.replicas
-        self.what = f"the loss of {what}"
+        self.title = call.title
         self.was_read = call.targets is None  # whether nothing is left on the device
         self._losses = call.losses
         self._download = call.download
-        self._where = where
+        self._where = pipe.rank, call.plan.schedule.stages - 1
         self._shares = weighing.shares
         self._table = np.zeros(call.agreed.microbatches + 3)
         if not self.was_read and weighing.gives_weights:
@@ -420,9 +404,11 @@ class SharedLoss:
         self.read()
         if replicas is not None and pipe.rank == weighing.root:
             total = AllReduce(replicas.comm, self._table[-3:])
-            replicas.wait(total, f"{self.what} of the replicas")
+            replicas.wait(total, f"the loss of {self.title}, of the replicas")
         if pipe.size > 1:
-            pipe.wait(own(pipe.comm.Ibcast(self._table, weighing.root)), self.what)
+            pipe.wait(
+                own(pipe.comm.Ibcast(self._table, weighing.root)), f"the loss of {self.title}"
+            )
 
     def is_here(self) -> bool:
         """Whether `read` will not wait."""
@@ -439,9 +425,9 @@ class SharedLoss:
                 try:
                     check_finite(self._losses[unit])
                 except MpipipeError as error:
-                    error.rank, error.stage, when = self._where
+                    error.rank, error.stage = self._where
                     error.microbatch = unit
-                    error.message = f"{error.message} in {when}"
+                    error.message = f"{error.message} in {self.title}"
                     raise
         self.was_read = True
         self._download = None

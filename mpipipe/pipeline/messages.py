@@ -89,12 +89,6 @@ class StageMessages:
             return spec.gradients
         return spec.leaves
 
-    def bytes_of(self, envelope: Envelope) -> int | None:
-        """Bytes of a message; None where its spec is not known."""
-        if (envelope.edge, envelope.unit) not in self.shapes.specs:
-            return None
-        return sum(prod(shape) * kind.itemsize for shape, kind in self._leaves(envelope))
-
     @property
     def bytes_per_edge(self) -> dict[tuple[int | str, str], int]:
         """Bytes that the last call sent, by (edge or name of a skip, direction).
@@ -102,12 +96,12 @@ class StageMessages:
         After a failure they are those of a whole call.
         """
         totals: dict[tuple[int | str, str], int] = {}
-        if self.plan is not None:
+        if self.plan is not None and self.kept:
             for envelope in self.plan.sends:
                 key = envelope.skip or envelope.edge, ("forward", "backward")[envelope.direction]
-                nbytes = self.bytes_of(envelope)
-                if nbytes is not None:
-                    totals[key] = totals.get(key, 0) + nbytes
+                leaves = self._leaves(envelope)
+                nbytes = sum(prod(shape) * kind.itemsize for shape, kind in leaves)
+                totals[key] = totals.get(key, 0) + nbytes
         return totals
 
     def receive(self, envelope: Envelope) -> tuple[Tree, Lease]:
@@ -155,12 +149,9 @@ class StageMessages:
 
     def take(self, action: PlannedAction, local: Local) -> tuple[Tree | Branches, Lease]:
         """Return what comes to an action, in Branches if some comes over skips, and its lease."""
-        ends = [("", action.stage + (action.op != "F"), action.receive)]
-        for port in action.takes:
-            ends.append((port.name, port.edge, port.message))
         trees: dict[str, Tree] = {}
         lease: Lease = ()
-        for name, edge, message in ends:
+        for name, edge, message, _ in action.takes:
             if message is None:
                 tree = local.pop((edge, action.unit, action.op == "F"))
             else:
@@ -184,12 +175,11 @@ class StageMessages:
 
         `lease` is that of the arrays which the action took.
         """
-        ends = [(action.stage + (action.op == "F"), action.send, main)]
-        for port in action.gives:
-            if port.wanted:
-                ends.append((port.edge, port.message, skips[port.name]))
-        for edge, message, tree in ends:
-            tree = copy_if_aliased(tree, lease)
+        trees = {"": main, **skips}
+        for name, edge, message, is_wanted in action.gives:
+            if not is_wanted:
+                continue
+            tree = copy_if_aliased(trees[name], lease)
             if message is None:
                 local[edge, action.unit, action.op == "F"] = read_only(tree)
             else:

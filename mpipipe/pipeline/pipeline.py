@@ -25,7 +25,7 @@ from mpipipe.pipeline.batch import (
     LossFunction,
     check_place,
 )
-from mpipipe.pipeline.check import CheckedMessages, CheckedStage, Checks, checked_loss
+from mpipipe.pipeline.check import CheckedStage, Checks, checked_loss
 from mpipipe.pipeline.clock import DeviceClock, HostClock
 from mpipipe.pipeline.construction import (
     Arguments,
@@ -192,10 +192,8 @@ class Pipeline:
         )
         mailbox = Mailbox(transport, pipe)
         checks = None
-        messages = StageMessages(mailbox)
         if arguments.check:
             checks = Checks(self.rank, schedule.stages - 1)
-            messages = CheckedMessages(mailbox=mailbox, checks=checks)
         tied = tie(pipe, transport, stages, ranks.ties)
         self._gradients = StepGradients(ranks, tied, checks)
         self._poll: Callable[[], None] = mailbox.poll
@@ -227,7 +225,7 @@ class Pipeline:
         self.executor = Executor(
             self.rank,
             attached,
-            messages,
+            StageMessages(mailbox),
             LossEvaluation(loss, Weighing(pipe, ranks.replicas, schedule.placement[-1])),
             self._gradients,
             checks,
@@ -241,15 +239,11 @@ class Pipeline:
         for number, stage in stages.items():
             if schedule.has_backward(number) and not stage.shows_gradients:
                 bare = True
-        names = None
-        if 0 in stages:
-            names = stages[0].input_names
         self._batches = BatchReader(
             schedule,
             self.rank,
             arguments.loss,
             bare,
-            names,
             Slicing(schedule.slices, arguments.slice_lengths),
         )
         self.steps_taken = 0
@@ -276,8 +270,7 @@ class Pipeline:
             micro-batches whose sizes differ by one at most, or a list of M such, whose shapes may
             differ; None on the other ranks. A function is called with the number of each
             micro-batch at its first forward (with 0 at the start of the call), and what it returns
-            is not kept longer than needed. All have the shapes of the first, or as many rows as an
-            attribute `rows` of the function, M numbers, says.
+            is not kept longer than needed. All have the shapes of the first.
         targets : array, tuple or dict of arrays, list of such, function, or None
             The same on the rank of the last stage, for the loss.
         scale : float
@@ -298,7 +291,7 @@ class Pipeline:
             # must wait for no rank that may fail.
             with self._gradients.making(executor.stages, accumulate):
                 executor.run(call)
-            shared = self._share_losses(call)
+            shared = SharedLoss(self.executor.loss.weighing, call)
             total, problem = executor.loss.weighing.settle(shared, executor.stages)
             self._end_step()
         self._end(problem)
@@ -387,7 +380,7 @@ class Pipeline:
         weighing = self.executor.loss.weighing
         with self.state:
             self.executor.run(call)
-            shared = self._share_losses(call)
+            shared = SharedLoss(self.executor.loss.weighing, call)
             _, problem = weighing.settle(shared)
             shared.read()
         self._end(problem)
@@ -438,15 +431,7 @@ class Pipeline:
         """
         if not self.steps_taken:
             return 0
-        return max(self.plans.activations)
-
-    @property
-    def live_activations(self) -> int:
-        """Activations that are held now, counted as `peak_activations`; 0 between steps."""
-        call = self.executor.call
-        if call is None or not call.training:
-            return 0
-        return self.plans.activations[len(call.marks) // 2]
+        return self.plans.peak_activations
 
     @property
     def busy(self) -> float:
@@ -688,14 +673,6 @@ class Pipeline:
             gradients = [unscaled(gradient, scale) for gradient in gradients]
         return gradients or None
 
-    def _share_losses(self, call: Call) -> SharedLoss:
-        """Tell all ranks the losses of a call."""
-        when = call.name
-        if call.training:
-            when = f"step {self.steps_taken + 1}"
-        where = self.rank, self.schedule.stages - 1, when
-        return SharedLoss(self.executor.loss.weighing, call, where, call.title)
-
     def _read_losses(self, wait: bool) -> None:
         """Look at losses that steps have left on the GPU: all, or those that are there by now."""
         while self._unread and (wait or self._unread[0].is_here()):
@@ -728,12 +705,8 @@ class Pipeline:
         check_place("gradients", gradients, self.rank == root, where)
         outputs = in_order(call.outputs)
         parts = self._batches.slicing.cut_as(gradients, outputs)
-        checks = self.executor.checks
         for unit, (gradient, y) in enumerate(zip(parts, outputs)):
             try:
-                if checks is not None and scale == 1:
-                    what = "a gradient that backward was given is not finite"
-                    checks.finite(gradient, "doutput", what)
                 call.loss_gradients[unit] = Loss.scaled(gradient, scale, y)
             except MpipipeError as error:
                 error.microbatch = call.positions[unit].microbatch

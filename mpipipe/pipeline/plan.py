@@ -19,9 +19,9 @@ NAMES = {
 
 
 class Port(NamedTuple):
-    """One end of a skip, where an action takes what comes over it or gives what goes over it."""
+    """One end of an edge, where an action takes what comes over it or gives what goes over it."""
 
-    name: str
+    name: str  # "" for the edge of the chain
     edge: int
     message: Envelope | None  # None if data stays on this rank
     wanted: bool = True  # False for a gradient of a stage that has no backward
@@ -31,7 +31,7 @@ class PlannedAction(NamedTuple):
     """One action of this rank.
 
     `receive` and `send` name its messages; None if data stays on this rank or enters or leaves the
-    pipeline. Those over skips are in `takes` and `gives`.
+    pipeline. The ends of skips follow that of the chain in `takes` and `gives`.
     """
 
     op: str  # F, B (full backward), I (input gradient), W (weight gradient), R (the forward again)
@@ -71,14 +71,16 @@ class Plans:
         if recompute:
             trained = before_backwards(schedule)
         self.training = ActionPlan(trained, rank, tags)
-        # Activations held before the first action of a training step and after each.
-        self.activations = [0]
+        # Most activations held at once in a training step.
+        self.peak_activations = 0
+        activations = 0
         for step in self.training.steps:
             begins = step.op == "F" and step.keeps
             if step.recomputed and not recompute:
                 # An input that waits for the R of the user's schedule does not count.
                 begins = step.op == "R"
-            self.activations.append(self.activations[-1] + begins - (step.op in "BW"))
+            activations += begins - (step.op in "BW")
+            self.peak_activations = max(self.peak_activations, activations)
         # By the number of micro-batches.
         self._forward: dict[int, ActionPlan] = {}
 
@@ -154,8 +156,8 @@ def _steps(schedule: Schedule, rank: int, tags: Tags) -> list[PlannedAction]:
             keeps=schedule.has_backward(stage),
             recomputed=(stage, unit) in schedule.recomputed,
             ends=stage == lowest,
-            takes=takes[1:],
-            gives=gives[1:],
+            takes=takes,
+            gives=gives,
             receives=[port.message for port in takes if port.message is not None],
             sends=[port.message for port in gives if port.message is not None],
         )

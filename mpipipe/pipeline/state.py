@@ -162,11 +162,10 @@ class PipelineState:
             name_slice(error)
         if not is_rank():  # a process that a stage has forked must not call MPI
             return
-        executor = self.executor
-        text = f"{executor.place} ({whoami()}) failed: {type(error).__name__}: {error}"
+        text = f"rank {self.pipe.rank} ({whoami()}) failed: {type(error).__name__}: {error}"
         for group in self.groups:
             group.fail(error, text)
-        executor.abandon(self.pipe.context.recorders)
+        self.executor.abandon(self.pipe.context.recorders)
 
     # -- How far it is, for the report of a job that hangs
 

@@ -96,15 +96,11 @@ class MessageSpec:
         extents = self._extents(axis)
         if len(extents) != 1 or -1 in extents:
             what = ("rows", "positions")[axis]
-            remedy = None
-            if axis == 1:
-                remedy = "give each array an axis 1 of positions; or take a schedule without slices"
             raise ArgumentError(
                 f"the arrays of a batch do not share an axis of {what}",
                 found=f"shapes {[shape for shape, _ in self.leaves]}",
-                expected=f"({', '.join(('rows', 'positions')[: axis + 1])}, ...), "
-                f"with as many {what} in each",
-                remedy=remedy,
+                expected=f"an axis {axis} with as many {what} in each; or a list of micro-batches, "
+                "and a schedule without slices",
             )
         return extents.pop()
 
@@ -231,17 +227,13 @@ def cut_as(whole: Tree | list[Tree], pieces: list[Tree], axis: int = 0) -> list[
     length = sum(lengths)
     whole = read_only(whole)
     for leaf in flatten(whole)[0]:
-        is_array = arrays.is_array(leaf)
-        if leaf is not None and not (is_array and leaf.shape[axis : axis + 1] == (length,)):
-            expected = f"arrays of {counted(length, 'position')}"
-            if axis == 0:
-                listed = counted(len(pieces), "micro-batch")
-                expected = f"arrays of {counted(length, 'row')}, or a list of {listed}"
-            found = type(leaf).__name__
-            if is_array:
-                found = f"shape {leaf.shape}"
+        shape = getattr(leaf, "shape", ())
+        if leaf is not None and shape[axis : axis + 1] != (length,):
             raise ArgumentError(
-                "the gradients do not match the outputs", found=found, expected=expected
+                "the gradients do not match the outputs",
+                found=f"{type(leaf).__name__} of shape {shape}",
+                expected=f"arrays with {length} along axis {axis}, or a list of "
+                f"{counted(len(pieces), 'micro-batch')}",
             )
     return cut_along(whole, lengths, axis)
 
@@ -401,12 +393,8 @@ def _specs(whole: MessageSpec, microbatches: int) -> tuple[list[MessageSpec], li
             remedy="use a bigger batch, or a schedule with fewer micro-batches",
         )
     row_counts = [*map(len, even_split(rows, microbatches))]
-    return _specs_with_rows(whole, row_counts), row_counts
-
-
-def _specs_with_rows(spec: MessageSpec, row_counts: list[int]) -> list[MessageSpec]:
-    by_rows = {rows: spec.with_rows(rows) for rows in {*row_counts}}
-    return [by_rows[rows] for rows in row_counts]
+    by_rows = {count: whole.with_rows(count) for count in {*row_counts}}
+    return [by_rows[count] for count in row_counts], row_counts
 
 
 @dataclass(eq=False)
@@ -414,78 +402,51 @@ class AskedBatch:
     """The units of micro-batches that a user's function gives, each when it is asked for.
 
     The first is asked for at once: the ranks agree on its shapes, and all others must have the
-    same. Their numbers of rows may differ where an attribute `rows` of the function says how many
-    each has. A micro-batch is asked for with its first slice, and kept to its last: on each stage
-    the slices of a sequence are taken in rising order.
+    same. A micro-batch is asked for with its first slice, and kept to its last: on each stage the
+    slices of a sequence are taken in rising order.
     """
 
     name: str
     function: Callable[[int], Tree]
-    microbatches: int
-    fewest: int  # micro-batches that it may have
     rank: int
     slicing: Slicing
-    # By micro-batch, and the units that are not yet given, the next one last.
-    specs: list[MessageSpec] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
+    spec: MessageSpec | None = None  # micro-batch 0 sets it
+    # By micro-batch the units that are not yet given, the next one last.
     left: dict[int, list[Tree]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        first, spec, rows = self._ask(0)
-        self.rows = [rows] * self.microbatches
-        row_counts = getattr(self.function, "rows", None)
-        if row_counts is not None:
-            self.rows = [*map(int, np.atleast_1d(row_counts))]
-        is_right = self.fewest <= len(self.rows) <= self.microbatches
-        if not is_right or (row_counts is not None and (rows == 0 or min(self.rows) < 1)):
-            raise ArgumentError(
-                f"the rows of the micro-batches that {self.name} gives",
-                found=self.rows,
-                expected=f"{counted(self.microbatches, 'number')} of at least 1",
-            )
-        self.specs = [spec] * self.microbatches
-        if rows:
-            self.specs = _specs_with_rows(spec, self.rows)
-        if self.specs[0] != spec:
-            self._ask(0, lambda _: first)  # raises
-        if self.slicing.count > 1:  # all must have the positions
-            self.slicing.counts(self.rows, self.specs)
-        self.left[0] = self._units(0, first)
+        self.left[0] = self._ask(0)
 
     def __getitem__(self, unit: int) -> Tree:
         microbatch = unit // self.slicing.count
         if microbatch not in self.left:
-            self.left[microbatch] = self._units(microbatch, self._ask(microbatch)[0])
+            self.left[microbatch] = self._ask(microbatch)
         units = self.left[microbatch]
         tree = units.pop()
         if not units:
             del self.left[microbatch]
         return tree
 
-    def _units(self, microbatch: int, tree: Tree) -> list[Tree]:
-        return self.slicing.units(tree, self.specs[microbatch])[::-1]
+    def _ask(self, microbatch: int) -> list[Tree]:
+        """Return the units of a micro-batch, the last one first; errors name it.
 
-    def _ask(
-        self, microbatch: int, function: Callable[[int], Tree] | None = None
-    ) -> tuple[Tree, MessageSpec, int]:
-        """Return a micro-batch, its spec and rows; errors name it.
-
-        It is a read-only copy: the function may fill the same arrays again.
+        They are read-only copies: the function may fill the same arrays again.
         """
         name = f"{self.name}({microbatch})"
         try:
-            tree = (function or self.function)(microbatch)
+            tree = self.function(microbatch)
             spec = MessageSpec.of(tree)
-            rows = spec.rows
-            if self.specs and spec != self.specs[microbatch]:
+            if self.spec is None:
+                self.spec = spec
+            if spec != self.spec:
                 raise ArgumentError(
                     "another shape, dtype or structure than was agreed on at the start of the call",
                     found=spec,
-                    expected=f"{self.specs[microbatch]}, by the shapes of micro-batch 0",
+                    expected=f"{self.spec}, by the shapes of micro-batch 0",
                     remedy="give micro-batches of equal shapes, or a list of all of them in place "
-                    "of the function; or with other numbers of rows than the first, say how many "
-                    "each has in an attribute `rows`",
+                    "of the function",
                 )
+            return self.slicing.units(read_only(arrays.mapped(arrays.copied, tree)), spec)[::-1]
         except PeerError:
             raise
         except MpipipeError as error:
@@ -499,4 +460,3 @@ class AskedBatch:
                 rank=self.rank,
                 microbatch=microbatch,
             ) from error
-        return read_only(arrays.mapped(arrays.copied, tree)), spec, rows

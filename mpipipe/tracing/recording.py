@@ -88,7 +88,7 @@ class Recording:
         after = clock_offset(self._group, self._comm, self._recorder.now)
         replicas = pipeline.ranks.replicas
         planned = None
-        if pipeline.executor.clock.waits:
+        if pipeline.executor.clock.unread:
             planned = pipeline.plans.training.steps
         key = None
         if replicas is not None:

@@ -15,10 +15,8 @@ from mpipipe.schedules import gpipe, one_f_one_b
 class Asked:
     """Gives micro-batches of a list, each as a new array, and notes what is asked and most arrays alive at once."""
 
-    def __init__(self, pieces, rows=None):
+    def __init__(self, pieces):
         self.pieces, self.asked, self.alive, self.most = pieces, [], 0, 0
-        if rows is not None:
-            self.rows = rows
 
     def __call__(self, microbatch):
         self.asked.append(microbatch)
@@ -39,10 +37,9 @@ def pieces_of(schedule, rows):
     return np.split(inputs, edges), np.split(targets, edges)
 
 
-def asking(schedule, rank, rows, said=False):
+def asking(schedule, rank, rows):
     """(inputs, targets) of this rank as functions."""
-    both = [Asked(pieces, rows if said else None) for pieces in pieces_of(schedule, rows)]
-    return dense.placed(schedule, rank, *both)
+    return dense.placed(schedule, rank, *map(Asked, pieces_of(schedule, rows)))
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -103,44 +100,18 @@ def test_no_rank_holds_a_whole_batch(comm):
     assert all(asked is None or asked.alive == 0 for asked in batch)
 
 
-@pytest.mark.parametrize("rows", [[3, 3, 2, 2], [1, 4, 2, 3]])
-@pytest.mark.parametrize("entries", [False, True])
-def test_unequal_micro_batches_count_by_what_they_say(comm, rows, entries):
-    schedule = one_f_one_b(comm.size, 4)
-
-    def loss(output, target):
-        return dense.mean_squared(output, target)
-
-    loss.mean_over_entries = entries
-    inputs, targets = dense.batch(sum(rows), schedule.stages)
-    value, gradients, dx, _ = dense.reference(schedule.stages, inputs, targets)
-    allowed = dense.bounds(schedule.stages, inputs, targets)
-    stages = dense.model(schedule, comm.rank)
-    with Pipeline(stages, schedule, comm, loss) as pipeline:
-        result = pipeline.step(*asking(schedule, comm.rank, rows, said=True))
-        within(result.loss, value, allowed[0], "loss")
-        within(stages[0].gradient, gradients[comm.rank], allowed[1][comm.rank], "gradient")
-        if result.input_grads is not None:
-            within(np.concatenate(result.input_grads), dx, allowed[2], "input gradient")
-        within(pipeline.evaluate(*asking(schedule, comm.rank, rows, said=True)), value, allowed[0], "loss")
-    pipeline = Pipeline(dense.model(schedule, comm.rank), schedule, comm, loss)
-    with pytest.raises((ArgumentError, PeerError), match="than was agreed on"):  # without the attribute: refused
-        pipeline.step(*asking(schedule, comm.rank, rows))
-
-
-@pytest.mark.parametrize("said", [False, True])
-def test_replicas_of_different_sizes_count_by_their_rows(comm, said):
+def test_replicas_of_different_sizes_count_by_their_rows(comm):
     data = 2 if comm.size % 2 == 0 else 1
     schedule = gpipe(comm.size // data, 3)
     with Mesh(comm, pipe=schedule.ranks, data=data) as mesh:
-        all_rows = [[2, 2, 2], [4, 3, 5] if said else [5, 5, 5]][:data]
+        all_rows = [[2, 2, 2], [5, 5, 5]][:data]
         batches = [pieces_of(schedule, rows) for rows in all_rows]
         whole = [np.concatenate([piece for batch in batches for piece in batch[part]]) for part in (0, 1)]
         value, gradients, _, _ = dense.reference(schedule.stages, *whole)
         allowed = dense.bounds(schedule.stages, *whole)
         (stage,), place = dense.model(schedule, mesh.pipe.rank, dense.ShownStage), mesh.pipe.rank
         with Pipeline([stage], schedule, mesh.pipe, dense.mean_squared, replicas=mesh.replicas) as pipeline:
-            result = pipeline.step(*asking(schedule, place, all_rows[mesh.data.rank], said))
+            result = pipeline.step(*asking(schedule, place, all_rows[mesh.data.rank]))
         within(result.loss, value, allowed[0], "loss")
         within(stage.gradient, gradients[place], allowed[1][place], "gradient")
 
@@ -212,9 +183,6 @@ def check_failure(comm, part, give, match, kind):
 AT_ONCE = {  # what is wrong when the first is asked for
     "an exception": (failing(0, KeyError("gone")), StageError, r"inputs\(0\) raised KeyError"),
     "no array": (lambda m: 3, ArgumentError, r"inputs\(0\): neither an array"),
-    "no rows": (Asked([np.ones((2, 3))] * 4, rows=5), ArgumentError, "rows of the micro-batches"),
-    "an empty one": (Asked([np.ones((2, 3))] * 4, rows=[2, 2, 0, 2]), ArgumentError, "rows of the micro-batches"),
-    "other rows": (Asked([np.ones((2, 3))] * 4, rows=[1, 1, 1, 1]), ArgumentError, "than was agreed on"),
     "more than targets": (lambda m: np.ones((3, 3)), ArgumentError, "different numbers of rows"),
 }
 
@@ -229,22 +197,3 @@ def test_what_is_wrong_with_the_first_is_one_error_after_which_all_go_on(comm, c
             with pytest.raises(kind, match=match):
                 call(*dense.placed(schedule, comm.rank, give, goal))
         assert pipeline.step(*dense.placed(schedule, comm.rank, np.ones((8, 3)), goal)).loss == 1
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_first_that_has_other_rows_than_were_said_is_not_asked_for_again(comm):
-    """What a function reads on from would give the next one, which may fit."""
-    schedule = gpipe(comm.size, 2)
-    parts = iter([np.full((4, 2), 1.0), np.full((3, 2), 2.0), np.full((4, 2), 3.0)])
-
-    def inputs(microbatch):
-        return next(parts)
-
-    inputs.rows = [3, 4]
-    targets = [np.zeros((3, 2)), np.zeros((4, 2))]
-    batch = dense.placed(schedule, comm.rank, inputs, targets)
-    stages = [dense.Identity() for _ in schedule.stages_of(comm.rank)]
-    with Pipeline(stages, schedule, comm, dense.mean_squared) as pipeline:
-        with pytest.raises(ArgumentError, match="another shape, dtype or structure"):
-            pipeline.step(*batch)
-    assert comm.rank or len([*parts]) == 2

@@ -110,7 +110,7 @@ def test_a_complex_loss_is_refused(value):
         with Pipeline([Wave(0)], schedules.gpipe(1, 1), comm, loss=loss) as pipeline:
             pipeline.step(*complex_model.batch())
 
-    with pytest.raises((ArgumentError, StageError), match="the value of a loss is complex"):
+    with pytest.raises((ArgumentError, StageError), match="the value of a loss"):
         inprocess.run(1, job)
 
 

@@ -5,7 +5,6 @@ import re
 import numpy as np
 import pytest
 from support import dense
-from support.small_gpt import parts_of
 
 from mpipipe import Pipeline, arrays, nn, schedules
 from mpipipe.errors import PeerError, StageError
@@ -64,25 +63,6 @@ def test_memory_beyond_the_limit_of_cupys_pool_is_not_free(machine):
     assert arrays.memory_shortage(caught.value).total == machine.memory and x.nbytes == ONE
 
 
-def test_a_step_that_does_not_fit_into_cupys_pool_names_the_same(gpu, comm):
-    """What a real GPU can be asked for: the limit of the pool takes the place of its memory."""
-    alone, pool = parts_of(comm, 1), arrays.cupy().get_default_memory_pool()
-    x = np.zeros((ROWS << 10, WIDTH), np.float32)
-    with pytest.raises(StageError, match="ran out of memory on the GPU") as caught:
-        with Pipeline([stage_of(alone)], gpipe(1, 1), alone, loss=nn.mean_squared_error) as pipeline:
-            pipeline.step(x[:1], x[:1])
-            pool.free_all_blocks()  # what other tests have left is no room
-            limit = pool.total_bytes() + 3 * x.nbytes
-            pool.set_limit(size=limit)
-            try:
-                pipeline.step(x, x)
-            finally:
-                pool.set_limit(size=0)
-    assert caught.value.microbatch == 0 and f"bytes free of {limit:,}" in caught.value.found
-    gpu.expected_error()
-    alone.Free()
-
-
 def test_recomputation_fits_where_the_step_did_not(machine, comm):
     with pytest.raises((StageError, PeerError)):
         run(comm, machine, 22 * ONE)
@@ -106,21 +86,6 @@ def test_a_library_that_does_not_say_how_much_and_another_error(machine, comm, m
     if comm.rank == 0 and status == "ALLOC_FAILED":
         assert caught.value.found.startswith("an unknown number of bytes asked for")
     assert status == "ALLOC_FAILED" or "memory" not in str(caught.value)
-
-
-def test_buffers_that_are_received_into_have_no_room(machine, comm, monkeypatch):
-    """They are made at the start of a call, before any micro-batch."""
-    schedule = gpipe(comm.size, 2)
-    x = np.ones((4, WIDTH), np.float32)
-    with pytest.raises((StageError, PeerError)) as caught:
-        with Pipeline([stage_of(comm)], schedule, comm, loss=nn.mean_squared_error) as pipeline:
-            begin = pipeline.executor.messages.begin
-            asks = lambda *given: begin(*given) or arrays.empty((1 << 40,), "uint8", "cuda")  # noqa: E731
-            monkeypatch.setattr(pipeline.executor.messages, "begin", asks if comm.rank == 0 else begin)
-            pipeline.step(*dense.placed(schedule, comm.rank, x, x))
-    if comm.rank == 0:
-        assert str(caught.value).startswith("rank 0: the start of step ran out of memory on the GPU")
-        assert caught.value.found.startswith(f"{1 << 40:,} bytes asked for")
 
 
 # -- What a report of a hang tells of a pipeline, while a step runs and after it ---------------------------------------
@@ -162,17 +127,3 @@ def test_an_account_names_the_action(request, device):
     found = inprocess.run(2, lambda comm: accounts_of(comm, device))
     for rank, (during, after) in enumerate(found):
         check(rank, during, after)
-
-
-def test_a_pipeline_that_failed_is_in_no_action():
-    def job(comm):
-        stage = nn.Stage([nn.Linear(SMALL, SMALL)], first=comm.rank)
-        pipeline = Pipeline([stage], schedules.one_f_one_b(comm.size, 2), comm, nn.mean_squared_error)
-        stage.forward = None
-        x = np.ones((2 * FEW, SMALL), np.float32)
-        with pytest.raises(StageError):
-            pipeline.step(x, x)
-        return pipeline.state.snapshot()
-
-    (account,) = inprocess.run(1, job)
-    assert (account.doing, account.computes) == ("", False)

@@ -11,7 +11,7 @@ from mpipipe import Pipeline
 from mpipipe.errors import ArgumentError, MismatchError, NonFiniteError, PeerError, ScheduleError, StageError
 from mpipipe.job import communicators, context
 from mpipipe.job.group import RankGroup
-from mpipipe.schedules import Schedule, gpipe, one_f_one_b, zero_bubble_h1
+from mpipipe.schedules import Schedule, gpipe, one_f_one_b
 
 
 def make(comm, schedule, **options):
@@ -50,18 +50,6 @@ def test_a_refused_pipeline_leaves_no_communicator_behind(comm, monkeypatch):
     assert len(made) == 3 and freed == made and all(group.comm not in made for group in context.current_rank().groups)
 
 
-def test_stage_without_the_methods_that_the_schedule_needs(comm):
-    class OnlyFull:
-        forward = backward = staticmethod(lambda *a: None)
-
-    refuses(
-        comm,
-        ArgumentError,
-        "backward_input, backward_weight",
-        lambda: make(comm, zero_bubble_h1(comm.size, 2), stages=[OnlyFull()]),
-    )
-
-
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     "match, schedule, options",
@@ -70,6 +58,8 @@ def test_stage_without_the_methods_that_the_schedule_needs(comm):
         ("different pipelines", lambda p: replace(gpipe(p, 4), name="one_f_one_b"), {}),
         ("different pipelines", lambda p: one_f_one_b(p, 3), {}),
         ("recompute True", lambda p: one_f_one_b(p, 4), {"recompute": True}),
+        ("check True", lambda p: one_f_one_b(p, 4), {"check": True}),
+        ("input_grads False", lambda p: one_f_one_b(p, 4), {"input_grads": False}),
     ],
 )
 def test_ranks_with_different_pipelines(comm, match, schedule, options):
@@ -150,6 +140,7 @@ def test_calls_that_differ_from_rank_to_rank(comm):
         refuses(comm, MismatchError, "different methods", lambda: call(*mine))
         scale = 2.0 if odd else 1.0
         refuses(comm, MismatchError, r"scale 2\.0", lambda: pipeline.step(*mine, scale=scale))
+        refuses(comm, MismatchError, "accumulate", lambda: pipeline.step(*mine, accumulate=odd))
         refuses(comm, ArgumentError, "wrong rank", lambda: pipeline.step(x, mine[1]))
         pipeline.step(*mine, scale=2.0)
 

@@ -12,7 +12,7 @@ from support.random_schedules import runnable_schedules
 from support.small_gpt import text
 
 from mpipipe import Mesh, Pipeline, arrays, nn, optim
-from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, PeerError, StageError
+from mpipipe.errors import ArgumentError, PeerError, StageError
 from mpipipe.job import inprocess
 from mpipipe.schedules import gpipe, looped_bfs, simulate
 
@@ -130,7 +130,7 @@ def check_steps(comm, schedule, data, seed, kind, scale=1.0, recompute=False, we
                     near(np.concatenate(dx), found[me][2])
                 if not recompute:
                     assert pipe.peak_activations == simulate(schedule).peak_activations[mesh.pipe.rank]
-                assert pipe.steps_taken == again + 1 and pipe.live_activations == 0
+                assert pipe.steps_taken == again + 1
 
 
 @st.composite
@@ -223,7 +223,6 @@ def halfway(comm, **options):
     batch = dense.placed(schedule, comm.rank, np.ones((4, WIDTH)), np.zeros((4, WIDTH)))
     pipe = Pipeline([tanh(comm.rank)], schedule, comm, dense.mean_squared, **options)
     y = pipe.forward_train(batch[0])
-    assert pipe.live_activations == 2
     return pipe, batch, y
 
 
@@ -300,14 +299,6 @@ def test_gradients_that_do_not_fit_are_refused_and_may_be_given_anew(comm, case)
     pipe.close()
 
 
-def test_nan_gradients_are_found_in_check_mode(comm):
-    pipe, _, y = halfway(comm, check=True)
-    with pytest.raises(MpipipeError, match="a gradient that backward was given is not finite"):
-        pipe.backward(None if y is None else y * np.nan)
-    pipe.backward(y)
-    pipe.close()
-
-
 def test_a_close_between_the_halves_is_refused_and_ends_the_pipeline(comm):
     pipe, batch, _ = halfway(comm)
     with pytest.raises(ArgumentError, match="close was called between a forward_train and its backward"):
@@ -341,16 +332,6 @@ def test_parameters_stay_as_they_are_between_the_halves(comm):
             pipe.backward(y)
             optimizer.step()
             assert stage.parameters.flat.tobytes() != before.tobytes()
-
-
-@pytest.mark.mpi(min_size=2)
-def test_ranks_that_differ_in_accumulate_are_refused(comm):
-    schedule = gpipe(comm.size, 2)
-    batch = dense.placed(schedule, comm.rank, np.ones((4, WIDTH)), np.zeros((4, WIDTH)))
-    with Pipeline([tanh(comm.rank)], schedule, comm, dense.mean_squared) as pipe:
-        with pytest.raises(MismatchError, match="accumulate"):
-            pipe.step(*batch, accumulate=comm.rank == 0)
-        pipe.step(*batch)
 
 
 WRONG = {
@@ -409,10 +390,8 @@ def on_device(comm, device, recompute):
         for number in range(3):
             found.append(pipe.step(inputs, targets, scale=2.0, accumulate=number == 2).loss)
             y = pipe.forward_train(inputs)
-            assert pipe.live_activations == len(stages) * schedule.microbatches
             back = pipe.backward(y, 2.0, accumulate=True)
             found += [arrays.download(gradient) for gradient in back or ()]
-            assert pipe.live_activations == 0
             found += [arrays.download(stage.gradients.flat).copy() for stage in stages]
     return found
 

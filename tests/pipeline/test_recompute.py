@@ -8,11 +8,9 @@ from support import dense
 from support.small_gpt import gradients, on_one_rank, shared_out
 
 from mpipipe import Pipeline, nn, schedules, tracing
-from mpipipe.comm.tags import Tags
 from mpipipe.errors import StageError
 from mpipipe.job import inprocess
-from mpipipe.pipeline.plan import ActionPlan
-from mpipipe.schedules import Action, Costs, from_csv, one_f_one_b, simulate, with_recompute
+from mpipipe.schedules import Costs, from_csv, one_f_one_b, simulate, with_recompute
 
 CASES = [  # schedule, chunks, memory limit as a share of its peak; None: all are run again
     ("one_f_one_b", 1, 0.75),
@@ -151,13 +149,3 @@ def test_a_failure_and_an_account_name_the_recomputation():
     ((error, accounts),) = inprocess.run(1, job)
     assert str(error).startswith("rank 0, stage 0, micro-batch 1: recomputation raised ValueError: wet paint")
     assert accounts[2].doing.startswith("recomputation of stage 0, micro-batch 0, in step") and accounts[2].computes
-
-
-def test_an_r_sends_and_receives_nothing():
-    schedule = with_recompute(schedules.zero_bubble_h1(2, 3))
-    for rank in range(2):
-        steps = ActionPlan(schedule, rank, Tags(schedule.placement, 3, 32767)).steps
-        again = [step for step in steps if step.op == "R"]
-        assert len(again) == 3 and all(step.receive is step.send is None and not step.completes for step in again)
-        assert all(step.recomputed for step in steps)
-        assert Action(rank, "R", 0) in schedule.orders[rank]

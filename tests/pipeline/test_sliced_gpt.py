@@ -131,7 +131,7 @@ def test_slices_on_the_device(gpu, comm):
         (Sliced(Local(), (6, 6)), (7, 5), 2, "of lengths 7, 5"),
         # where the lengths fit by chance, slices of several sequences would be those of one
         (Sliced(Local(), (4, 4, 4)), None, 2, "Sliced of 2 slices"),
-        (Sliced(Local(), (4, 4, 4)), None, 1, "the schedule has whole ones"),
+        (Sliced(Local(), (4, 4, 4)), None, 1, "Sliced of 1 slice\n"),
     ],
 )
 def test_attention_that_does_not_take_the_slices_is_refused_on_all_ranks(attend, lengths, slices, says):

@@ -87,43 +87,6 @@ def test_training_gives_the_same_bits_with_one_array_and_with_many(comm, before)
         }
 
 
-@pytest.mark.long
-def test_training_on_a_device_has_the_same_bits_with_one_array_and_with_many(gpu, comm):
-    alone = parts_of(comm, 1)
-    expected, _ = trained(alone, gpipe(1, 3), device="cuda", dtype="bfloat16", layers=1)
-    chunked, _ = trained(alone, two_chunks()[0], device="cuda", dtype="bfloat16", layers=1)
-    alone.Free()
-    found, _ = trained(comm, dense.build("one_f_one_b", comm.size, 1, 3), device="cuda", dtype="bfloat16", layers=1)
-    for others in (chunked, found):
-        assert all(array.tobytes() == expected[name].tobytes() for name, array in others.items())
-
-
-@pytest.mark.parametrize("make", [one_stage, pytest.param(two_chunks, marks=pytest.mark.long)])
-def test_nothing_touches_what_places_have_given_up(gpu, alone, make):
-    """Neither optimizer, norm, clipping, cast nor the start of a step: what is there stays, and comes into nothing."""
-    found = []
-    for spoilt in (False, True):
-        schedule, stages = make(dtype="float16", device="cuda", layers=1)
-        optimizer = optim.AdamW(stages, lr=1e-2)
-        with Pipeline(stages, schedule, alone, loss=nn.softmax_cross_entropy) as pipeline:
-            buffers = (stages[-1].parameters, stages[-1].compute)
-            tails = [buffer.whole[buffer.flat.size :] for buffer in buffers]
-            assert all(tail.size >= MODEL["vocab"] * MODEL["dim"] for tail in tails)
-            there = [np.full(tail.shape, value, tail.dtype) for tail, value in zip(tails, (1e6, np.nan))]
-            for tail, values in zip(tails, there) if spoilt else ():
-                arrays.upload(values, tail)
-            for step in range(3):
-                if step == 2:
-                    stages[-1].optimizer_writes_compute()
-                pipeline.step(*text(6))
-                norm = optim.clip_by_global_norm(stages, 0.5, alone)
-                optimizer.step()
-        left = [arrays.download(tail).tobytes() for tail in tails]
-        assert not spoilt or left == [values.tobytes() for values in there]
-        found.append([norm, *(arrays.download(array).tobytes() for s in stages for array in s.parameters.values())])
-    assert found[0] == found[1]
-
-
 def test_a_stage_whose_parameter_lies_in_an_absent_one_is_refused_with_what_helps(comm):
     alone = parts_of(comm, 1)
     tied = lambda first: nn.Stage([nn.Linear(4, 4, bias=False, tie="w")], "float64", 1, first=first)  # noqa: E731

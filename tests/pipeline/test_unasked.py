@@ -5,7 +5,7 @@ import pytest
 from support import dense
 
 from mpipipe import Branches, Pipeline, nn
-from mpipipe.errors import ArgumentError, MismatchError
+from mpipipe.errors import ArgumentError
 from mpipipe.schedules import gpipe, one_f_one_b, with_skips, zero_bubble_h1
 
 DIM, ROWS = 6, 4
@@ -150,10 +150,3 @@ def test_a_skip_that_leads_from_the_input_trains_what_it_did(comm):
     if comm.rank == 0:
         assert asked == [(False, True)] * 2 + [(True, True)] * 2
         assert not stage.ends, "the pipeline is closed"
-
-
-@pytest.mark.mpi(min_size=2)
-def test_ranks_that_disagree_raise(comm):
-    with pytest.raises(MismatchError, match="different pipelines") as caught:
-        Pipeline([dense.Identity()], one_f_one_b(comm.size, 2), comm, input_grads=comm.rank == 0)
-    assert "input_grads" in str(caught.value)

@@ -10,7 +10,6 @@ from support.tolerance import within
 from mpipipe import Branches, Mesh, Pipeline, nn, schedules, tracing
 from mpipipe.errors import ArgumentError, MismatchError, PeerError, StageError
 from mpipipe.job import inprocess
-from mpipipe.stages import as_stages
 
 
 class Wrapped:
@@ -69,14 +68,6 @@ def test_an_inner_stage_knows_its_position():
     np.testing.assert_array_equal(alone(job), x)
 
 
-def test_inner_stages_are_nn_stages():
-    stage = dense.TanhStage(0, 4, 4)
-    stage.inner_stages = [dense.TanhStage(0, 4, 4)]
-    with pytest.raises(ArgumentError, match="inner_stages") as caught:
-        as_stages([stage])
-    assert "TanhStage" in str(caught.value)
-
-
 def test_the_gradients_of_inner_stages_are_summed_over_replicas(pair):
     """Two replicas, each a pipeline of one rank, with other data each."""
     own = pair.Split(pair.rank, 0)
@@ -101,7 +92,7 @@ def test_a_stage_needs_the_methods_of_its_actions_alone():
 
     x = np.ones((2, 2))
     assert alone(lambda comm: Pipeline([Forward()], schedules.forward_only(1, 1, 2), comm).forward(x)).sum() == 12
-    with pytest.raises(ArgumentError, match="without backward"):
+    with pytest.raises(ArgumentError, match=r"Forward without backward\n.*expected: forward, backward"):
         alone(lambda comm: Pipeline([Forward()], schedules.gpipe(1, 2), comm))
 
 
@@ -222,7 +213,7 @@ def in_refresh(stage):
     "change, match, where",
     [
         (in_backward, "have been replaced", "rank 0, stage 0, micro-batch 1"),
-        (in_refresh, "division by zero", "rank 0, stage 0"),
+        (in_refresh, "the start of step raised ZeroDivisionError: division by zero", "rank 0"),
     ],
 )
 def test_a_failure_of_a_users_stage_names_its_place(pair, change, match, where):

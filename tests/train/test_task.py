@@ -706,7 +706,7 @@ def test_entries_of_layers_are_let_go_before_the_optimizer_is_made(tmp_path):
         (HITS, Exception, r"Hits.metrics returns a sum over the rows(.|\n)*hits"),
         (SHADOW, Exception, r"Shadow.metrics: the name of a metric cannot be written, or a record has it(.|\n)*loss"),
         (Undone, Exception, r"Undone.loss returns a gradient that is not that of a mean"),
-        (Lacking, Exception, r"the inputs lack lead"),
+        (Lacking, Exception, r"take other names than it is handed"),
         (Twice, ArgumentError, r"one Scale is layer 1 and layer 2"),
         (MISFIT, Exception, r"stage 0(.|\n)*Misfit.layers in the batch: layer 1 "),
         (wrong("Empty", layers=lambda *_: []), ConfigError, r"Empty.layers returns no list of layers"),
