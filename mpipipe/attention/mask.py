@@ -106,28 +106,20 @@ def _joined(slices: list[Slice]) -> list[Slice]:
 
     Products are fewer and larger then.
     """
-    below: list[Slice] = []
-    for part in sorted(slices, key=lambda part: (part.k_start, part.q_start)):
-        last = part
-        if below:
-            last = below[-1]
-        if last.kind == part.kind == FULL and (*last[2:4], last.q_stop) == (
-            *part[2:4],
-            part.q_start,
-        ):
-            below[-1] = last._replace(q_stop=part.q_stop)
-        else:
-            below.append(part)
-    beside: list[Slice] = []
-    for part in sorted(below, key=lambda part: (part.q_start, part.q_stop, part.k_start)):
-        last = part
-        if beside:
-            last = beside[-1]
-        if last.kind == part.kind == FULL and (*last[:2], last.k_stop) == (*part[:2], part.k_start):
-            beside[-1] = last._replace(k_stop=part.k_stop)
-        else:
-            beside.append(part)
-    return sorted(beside, key=lambda part: (part.k_start, part.q_start))
+    # Places in a slice of the two ends of the axis that grows, and of the range that is equal.
+    for start, stop, equal in ((0, 1, slice(2, 4)), (2, 3, slice(0, 2))):
+        joined: list[Slice] = []
+        for part in sorted(slices, key=lambda part: (part[equal], part[start])):
+            last = part
+            if joined:
+                last = joined[-1]
+            ends = last.kind, last[equal], last[stop]
+            if ends == (FULL, part[equal], part[start]) and part.kind == FULL:
+                joined[-1] = last._replace(q_stop=part.q_stop, k_stop=part.k_stop)
+            else:
+                joined.append(part)
+        slices = joined
+    return sorted(slices, key=lambda part: (part.k_start, part.q_start))
 
 
 def in_one_band(slices: Sequence[Slice]) -> list[Slice]:
@@ -260,12 +252,6 @@ def document_offsets(segments: ArrayLike | None, seq_len: int) -> list[int] | No
     if segments is None:
         return None
     numbers = np.asarray(segments)
-    if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
-        raise ArgumentError(
-            "segments",
-            found=f"{numbers.dtype}{list(numbers.shape)}",
-            expected="one axis of integers",
-        )
     if numbers.size == seq_len:
         starts = np.flatnonzero(np.diff(numbers)) + 1
         ids = numbers

@@ -63,7 +63,6 @@ def mean_squared_error(output: Array, target: Array, factor: float = 1.0) -> Los
             expected="real targets, or complex output",
         )
     if not isinstance(output, np.ndarray) or not isinstance(target, np.ndarray):
-        _check_side(output, target)
         fits = arrays.is_device(target) and arrays.is_floating(target.dtype)
         if arrays.is_device(output) and not fits:
             target = arrays.upload(arrays.on_host(target).astype(output.dtype))
@@ -114,7 +113,6 @@ def softmax_cross_entropy(output: Array, target: Array, factor: float = 1.0) -> 
     _check_shapes(
         "softmax_cross_entropy needs one target for each row of logits", output, target, expected
     )
-    _check_side(output, target)
     device = arrays.device_of(output)
     ids = checked_ids(target, output.shape[-1], "softmax_cross_entropy: the target", device)
     kernel = kernels.of_array(output).softmax_cross_entropy
@@ -189,14 +187,6 @@ def _check_shapes(
             expected = f"a target of shape {shape}, not empty"
         shapes = f"output {output.shape}, target {target.shape}"
         raise ArgumentError(message, found=shapes, expected=expected, remedy=remedy)
-
-
-def _check_side(output: Array, target: Array) -> None:
-    if arrays.is_device(target) and not arrays.is_device(output):
-        raise ArgumentError(
-            "the target of a loss is on a GPU and the output on the host",
-            remedy="give targets as numpy arrays, or build the stages with device='cuda'",
-        )
 
 
 # -- Cross-entropy with the product of the head, in tiles of rows: logits never exist as a whole ---

@@ -376,7 +376,6 @@ REFUSED = {
     "a size that is no integer": (lambda: nn.Linear(2.0, 3), None, "positive integer"),
     "no width": (lambda: nn.FeedForward(4, 0), None, "positive integer"),
     "a list": (lambda: nn.Patches([2], (2,)), None, "size must have a size for each axis"),
-    "a patch of other rank": (lambda: nn.Patches((2,), (2, 2)), None, "as many axes"),
     "no modes": (lambda: nn.SpectralConv(2, 2, (0,)), None, r"modes\[0\] must be"),
     "groups": (lambda: nn.Conv(4, 6, (3,), groups=4), None, "groups must divide the channels"),
     "no window": (lambda: nn.Conv(4, 6, (3, 0)), None, r"width\[1\] must be a positive integer"),

@@ -21,7 +21,6 @@ split backward, in place of three.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -281,21 +280,18 @@ class HeadSlice(Layer):
 def check_slices(entries: Sequence[object]) -> None:
     """Raise ArgumentError unless slices of a head are the last layers of a model, in order."""
     slices: list[HeadSlice] = []
-    places = []
-    for place, top in enumerate(entries):
+    for top in entries:
         for _, layer in top.walk("") if isinstance(top, Layer) else ():
             if isinstance(layer, HeadSlice):
                 slices.append(layer)
-                places.append(place)
     if not slices:
         return
     of = slices[0].of
     order = [(layer.number, layer.of) for layer in slices]
     last = entries[-1]
     ends = isinstance(last, Layer) and leaf(last, -1) is slices[-1]
-    apart = any(after - before > 1 for before, after in pairwise(places))
-    if apart or not ends or order != [(number, of) for number in range(of)]:
-        named = [f"slice {n} of {of} in layers[{at}]" for (n, of), at in zip(order, places)]
+    if not ends or order != [(number, of) for number in range(of)]:
+        named = [f"slice {n} of {of}" for n, of in order]
         raise ArgumentError(
             "the slices of a head are not the last layers of the model, one after the other",
             found=f"{', '.join(named)}, and {len(entries)} layers",

@@ -13,7 +13,7 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from keyword import iskeyword
 from typing import TYPE_CHECKING, Any
@@ -126,19 +126,21 @@ def handed(x: Tree, values: dict[str, Tree], names: Collection[str]) -> Tree:
     if isinstance(x, Branches):
         values.update(x.skips)
         x = x.main
-    missing = []
-    for name in names:
-        if name not in values:
-            missing.append(name)
-    if missing:
-        raise ArgumentError(
-            f"there is nothing under the name {missing[0]!r}, which a layer takes",
-            found=", ".join(values) or "no names",
-            remedy="a layer before gives it, or the inputs have it: mpipipe.Branches(x, name=...)",
-        )
     if not names:
         return x
-    return Branches(x, **{name: values[name] for name in names})
+    return Branches(x, **{name: value_of(values, name) for name in names})
+
+
+def value_of(values: Mapping[str, Tree], name: str) -> Tree:
+    """Return what stands under a name; raise ArgumentError where nothing does."""
+    if name not in values:
+        raise ArgumentError(
+            f"there is nothing under the name {name!r}",
+            found=", ".join(values) or "no names",
+            remedy="a layer lists it in `takes`; one before lists it in `gives` and gives it, or "
+            "the inputs have it: mpipipe.Branches(x, name=...)",
+        )
+    return values[name]
 
 
 def no_branches_error(stage: str, names: Sequence[str]) -> ArgumentError:
@@ -210,11 +212,7 @@ class Names(Differentiable):
             self.stage.position = before  # a backward finds no values of another micro-batch
         outputs = {}
         for name in self.goes_out:
-            if name not in values:
-                raise ArgumentError(
-                    f"a layer gives {name!r} by its attribute `gives`, and its forward did not"
-                )
-            outputs[name] = values[name]
+            outputs[name] = value_of(values, name)
         if outputs:
             y = Branches(y, **outputs)
         return y, (saved, handed)

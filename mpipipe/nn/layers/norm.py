@@ -92,7 +92,6 @@ class LayerNorm(_Norm):
 
     recordable = True
     mixes_positions = False
-    freezes_parts = True
 
     def __init__(self, dim: int, eps: float = 1e-5):
         super().__init__(dim, eps)
