@@ -112,16 +112,6 @@ def test_a_cupy_without_pathfinder_is_told_where_that_matters(machine, monkeypat
     assert cudnn_graph.available().usable and chosen() is cudnn
 
 
-def test_whatever_prepares_cudnn_may_fail_and_our_own_kernels_compute(machine, monkeypatch):
-    def fail():
-        raise OSError("a damaged library")
-
-    monkeypatch.setattr(arrays, "load_cuda_runtime", fail)
-    with pytest.warns(UserWarning, match=r"makes no plan \(a damaged library"):
-        assert not cudnn_graph.available().usable
-    assert chosen() is cupy_kernel
-
-
 def test_gpus_before_ampere_are_refused_without_a_warning(machine):
     machine.capability = 75
     verdict = cudnn_graph.available()
