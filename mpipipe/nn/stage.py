@@ -25,7 +25,7 @@ from mpipipe.nn.layers.layer import (
     leaf,
     mixes,
 )
-from mpipipe.nn.layers.names import Names, no_branches_error, sum_of, value_of
+from mpipipe.nn.layers.names import Names, sum_of, value_of
 from mpipipe.nn.lora import merge
 from mpipipe.nn.parameters import FlatBuffer, StageBuffers, frozen_names
 from mpipipe.nn.rope import RopeTables
@@ -417,10 +417,6 @@ class Stage(Differentiable):
         """
         if self.takes_branches:
             return
-        # The first stage hands on names of the inputs that none of its layers takes.
-        passes_on = number == 0 and gives
-        if not self.has_names and (takes or gives) and not passes_on:
-            raise no_branches_error(type(self).__name__, [*takes, *gives])
         # The first stage takes its names from the inputs, and hands on others that are there.
         missing = {*self.names.unclaimed} - {*gives}
         unknown = {*takes} - {*self.takes}
@@ -435,7 +431,9 @@ class Stage(Differentiable):
                 found=", ".join(words),
                 expected="for each name a skip from the stage that gives it to each other one that "
                 "takes it",
-                remedy="Pipeline(stages, stages.schedule, ...) of what mpipipe.cut returns",
+                remedy="Pipeline(stages, stages.schedule, ...) of what mpipipe.cut returns, of "
+                "layers such as nn.Keep and nn.Join; or a stage of your own, which takes "
+                "mpipipe.Branches",
             )
 
     def attach(self, number: int, poll: Callable[[], object], gives: Sequence[str] | None) -> None:

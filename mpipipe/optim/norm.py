@@ -104,12 +104,14 @@ class Norm:
         if group is None:
             return _measured(*self._report(), scale)
         report = None
+        values: list[int] = []
         error = None
         try:
             report = self._report()
+            values = _exact_sum(report[0])
         except Exception as caught:
             error = caught
-        rows = group.agree(WHAT, values=_exact_sum(report), error=error)
+        rows = group.agree(WHAT, values=values, error=error)
         total = math.fsum(rows.view(np.float64).ravel())
         if not math.isnan(total):
             return MeasuredNorm(math.sqrt(total) / scale, None)
@@ -169,11 +171,8 @@ def _measured(
     return MeasuredNorm(math.sqrt(math.fsum(squares)) / scale, None)
 
 
-def _exact_sum(report: Report | None) -> list[int]:
+def _exact_sum(squares: Sequence[float]) -> list[int]:
     """Return the bits of the numbers that are the exact sum of squares here; NaN if unknown."""
-    if report is None:
-        return []
-    squares, _ = report
     parts = [math.nan]
     if math.isfinite(sum(squares)):
         parts = expansion(squares)
@@ -283,22 +282,16 @@ class GlobalNorm(Norm):
         if self._group is not None:
             self._group.begin()
         with nullcontext() if self._group is None else self._group.failing(WHAT):
-            if list(map(id, stages)) != list(map(id, self.stages)):
+            same = list(map(id, stages)) == list(map(id, self.stages))
+            if self._row is not None:
+                same = same and self._owners_here() == self._owners[self._here]
+            if not same:
                 raise ArgumentError(
-                    "the stages of an optimizer are not those of the norm",
+                    "the stages of an optimizer, or the parameters that count, are not those of "
+                    "the norm",
                     found=f"{len(stages)} stages",
-                    expected=f"the same {len(self.stages)} that the GlobalNorm was made with, in "
-                    "their order",
-                )
-            if self._row is None:
-                return
-            now = self._owners_here()
-            before = self._owners[self._here]
-            if now != before:
-                raise ArgumentError(
-                    "the parameters that count in a norm have changed",
-                    found=f"{len(now)} on this rank",
-                    expected=f"the {len(before)} that there were when the GlobalNorm was made",
+                    expected=f"the {len(self.stages)} that the GlobalNorm was made with, in their "
+                    "order",
                     remedy="make it once the pipeline has been built",
                 )
 

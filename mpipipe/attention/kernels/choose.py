@@ -65,20 +65,19 @@ def _device_kernel(name: str, q: Array, k: Array, v: Array) -> str:
     if name == "cupy":
         return name
     verdict = cudnn_graph.available()
-    if name == "cudnn":
-        _require_cudnn(verdict)
     refused = verdict.reason
     if verdict.usable:
         refused = cudnn_graph.refusal(q, k, v)
-    if name == "cudnn" and refused:
+    if name != "cudnn":
+        return "cupy" if refused else "cudnn"
+    _require_cudnn(verdict)
+    if refused:
         raise ArgumentError(
             f"{VARIABLE}=cudnn asks for cuDNN, which does not do these arrays",
             found=refused,
             remedy=f"unset {VARIABLE}, and the CuPy kernels do what cuDNN does not",
         )
-    if refused:
-        return "cupy"
-    return "cudnn"
+    return name
 
 
 def describe() -> str:
