@@ -321,16 +321,10 @@ def checked_lengths(lengths: Sequence[int], seq_len: int | None = None) -> tuple
     numbers = tuple(lengths)
     integers = all(isinstance(length, (int, np.integer)) and length > 0 for length in numbers)
     if not numbers or not integers or seq_len not in (None, sum(numbers)):
-        total = ""
-        if integers:
-            total = f", {sum(numbers)} in all"
-        sums_up = ""
-        if seq_len is not None:
-            sums_up = f" that add up to {seq_len}"
         raise ArgumentError(
             "lengths of the slices of a sequence",
-            found=f"{list(numbers)}{total}",
-            expected=f"integers of at least 1{sums_up}",
+            found=f"{list(numbers)}",
+            expected=f"integers of at least 1 that add up to {seq_len or 'the sequence'}",
             remedy="attention.slice_lengths(seq_len, slices, ...), with no more slices than "
             "positions",
         )

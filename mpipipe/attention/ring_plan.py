@@ -27,7 +27,6 @@ from mpipipe.attention.mask import Slice, check_scale, check_window, document_of
 from mpipipe.comm import ROTATIONS
 from mpipipe.errors import ArgumentError
 from mpipipe.job import Ballot, Communicator, group_of, raise_on_all
-from mpipipe.text import counted
 
 BYTES = np.dtype(np.uint8)
 
@@ -56,14 +55,11 @@ class RingOptions:
         segments = self.segments
         lengths = self.slice_lengths
         if isinstance(layout, Layout):
-            given = ranks, layout.seq_len if seq_len is None else seq_len
-            if given != (layout.ranks, layout.seq_len):
+            if ranks != layout.ranks or seq_len not in (None, layout.seq_len):
                 raise ArgumentError(
                     "the layout of a ring has another number of ranks, or another length",
-                    found=f"a Layout of {counted(layout.ranks, 'rank')} and seq_len "
-                    f"{layout.seq_len}",
-                    expected=f"{counted(ranks, 'rank')}, as in the communicator, and seq_len "
-                    f"{given[1]}",
+                    found=repr(layout),
+                    expected=f"{ranks} ranks, as in the communicator, and seq_len={seq_len}",
                     remedy="give Ring the Layout that cuts its data, and no seq_len",
                 )
             lengths = layout.slice_lengths or lengths

@@ -388,14 +388,10 @@ class Sliced(Attend):
         return [x[:, first:stop] for x in both]
 
     def _wrong_rows(self, part: int, rows: int) -> ArgumentError:
-        if isinstance(self.inner, Local):
-            of_ring = ""
-        else:
-            of_ring = f" on rank {self._rank}"
         return ArgumentError(
             "the rows are not those of the slice",
             found=counted(rows, "row"),
-            expected=f"{self.slice_rows[part]}, slice {part} of {list(self.slice_rows)}{of_ring}",
+            expected=f"{self.slice_rows[part]}, slice {part} of {list(self.slice_rows)}",
             remedy="cut sequences into slices of the lengths that Sliced was given, and then into "
             "shards",
         )

@@ -107,11 +107,11 @@ def softmax_cross_entropy(output: Array, target: Array, factor: float = 1.0) -> 
     >>> bool(np.isclose(value, np.log(4))), gradient
     (True, array([[ 0.25,  0.25, -0.75,  0.25]]))
     """
-    expected = None
-    if output.ndim:
-        expected = output.shape[:-1]
     _check_shapes(
-        "softmax_cross_entropy needs one target for each row of logits", output, target, expected
+        "softmax_cross_entropy needs one target for each row of logits",
+        output,
+        target,
+        output.shape[:-1],
     )
     device = arrays.device_of(output)
     ids = checked_ids(target, output.shape[-1], "softmax_cross_entropy: the target", device)
@@ -179,13 +179,11 @@ for _loss in (mean_squared_error, softmax_cross_entropy, mean_of_losses):
 
 
 def _check_shapes(
-    message: str, output: Array, target: Array, shape: Shape | None, remedy: str | None = None
+    message: str, output: Array, target: Array, shape: Shape, remedy: str | None = None
 ) -> None:
     if shape != target.shape or not output.size:
-        expected = "equal shapes, not empty"
-        if shape != output.shape:
-            expected = f"a target of shape {shape}, not empty"
         shapes = f"output {output.shape}, target {target.shape}"
+        expected = f"a target of shape {shape}, not empty"
         raise ArgumentError(message, found=shapes, expected=expected, remedy=remedy)
 
 

@@ -139,8 +139,8 @@ class HeadSlice(Layer):
             raise ArgumentError(
                 f"layer {self.name} (HeadSlice): slice {self.number} of {self.of} does not take "
                 "what comes to it",
-                found=f"a tuple of {len(parts)}" if isinstance(x, tuple) else "one array",
-                expected=f"what slice {self.number - 1} gives" if self.number else "one array",
+                found=f"{len(parts)} arrays",
+                expected=f"{1 + carried}, as the slice before gives",
                 remedy="put all slices of a head after one another, with labels or without",
             )
         check_features(self, parts[0], self.inputs)

@@ -89,13 +89,10 @@ def ends_of_names(
         else:
             giver, takers = ends[name]
             when = "a second time"
-            others = f" and layers[{giver}]"
             if giver is None:
                 when = f"after layers[{takers[0]}] has taken it"
-                others = ""
             raise ArgumentError(
                 f"layers[{place}] gives the name {name!r} {when}",
-                found=f"given by layers[{place}]{others}",
                 expected="one layer, or the input, that gives it before all layers that take it",
             )
     return ends
@@ -244,14 +241,10 @@ class Names(Differentiable):
     def gradients_for(self, name: str, names: Collection[str], which: str) -> dict[str, Tree]:
         """Return the gradients of the backward under way; raise ArgumentError outside of one."""
         if self.gradients is None or name not in names:
-            problem = f"a name that is not in `{which}`"
-            if self.gradients is None:
-                problem = "no backward_input under way"
             raise ArgumentError(
                 f"a layer asks for the gradient of {name!r}, or adds to it",
-                found=problem,
-                expected="a call in backward_input, for a name of "
-                f"{', '.join(names) or 'which there is none'}",
+                found=f"no backward_input under way, or a name that is not in `{which}`",
+                expected=f"a call in backward_input, for one of {', '.join(names) or 'no names'}",
             )
         return self.gradients
 
