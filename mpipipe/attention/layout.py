@@ -247,13 +247,7 @@ class Layout:
         return 1
 
     def table(
-        self,
-        rank: int,
-        causal: bool = True,
-        window: int | None = None,
-        keys: Layout | None = None,
-        *,
-        backward: bool = False,
+        self, rank: int, causal: bool = True, window: int | None = None, *, backward: bool = False
     ) -> RingTable:
         """Return what a rank does in each step of a ring, as a list that prints as a table.
 
@@ -261,7 +255,7 @@ class Layout:
         ----------
         rank : int
             ArgumentError is raised where the layout has no such rank.
-        causal, window, keys : bool, int and Layout
+        causal, window : bool, int
             As for `needs`.
         backward : bool
             The steps of the backward in place of those of the forward.
@@ -280,12 +274,11 @@ class Layout:
             raise ArgumentError(
                 "no such rank in the layout", found=rank, expected=f"0 to {self.ranks - 1}"
             )
-        view = causal, window, None, keys
         table = RingTable()
-        for hop in ring_hops(rank, self.ranks, self.steps(*view), backward):
-            slices = self.needs(rank, hop[-1], *view)
+        for hop in ring_hops(rank, self.ranks, self.steps(causal, window), backward):
+            slices = self.needs(rank, hop[-1], causal, window)
             pairs = sum(part.pairs for part in slices)
-            most = self.length(rank) * (keys or self).length(hop[-1])
+            most = self.length(rank) * self.length(hop[-1])
             mask = "part"
             if pairs == 0:
                 mask = "none"

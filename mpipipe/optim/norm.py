@@ -13,7 +13,7 @@ the norm and to name a gradient that is not finite.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import total_ordering
 from typing import NamedTuple, NoReturn, Protocol, TypeAlias
@@ -66,14 +66,11 @@ Report: TypeAlias = "tuple[list[float], list[NonFiniteParameter]]"
 
 
 class Norm:
-    """The norm over stages of this rank and of the ranks of `comm`, without names in `skip`."""
+    """The norm over stages of this rank and of the ranks of `comm`."""
 
-    def __init__(
-        self, stages: Sequence[object], comm: Communicator | None = None, skip: Collection[str] = ()
-    ) -> None:
+    def __init__(self, stages: Sequence[object], comm: Communicator | None = None) -> None:
         self.stages = tuple(stages)
         self.comm = comm
-        self.skip = frozenset(skip)
         self._group = None  # None if no rank is asked
         self._rank = None
         if comm is not None:
@@ -132,8 +129,7 @@ class Norm:
 
     def _names(self, stage: PipelineStage) -> list[str]:
         """Return the names of the parameters of a stage that count."""
-        left_out = self.skip | set(stage.tied_copies)
-        return [name for name in stage.gradients if name not in left_out]
+        return [name for name in stage.gradients if name not in stage.tied_copies]
 
     def _owners_here(self) -> list[NonFiniteParameter]:
         """Return rank, stage and name of each parameter of this rank that counts."""
@@ -214,7 +210,7 @@ class GlobalNorm(Norm):
     stages : sequence of stages
         The stages of this rank, those of the optimizer. Where they belong to a pipeline, it must
         have been built.
-    comm, skip : communicator or None, collection of str
+    comm : communicator or None
         As for `clip_by_global_norm`.
     replicas : communicator, optional
         The ranks with the same stages, as for `Pipeline`. They are asked as well whether NCCL can
@@ -243,10 +239,9 @@ class GlobalNorm(Norm):
         self,
         stages: Sequence[object],
         comm: Communicator | None = None,
-        skip: Collection[str] = (),
         replicas: Communicator | None = None,
     ):
-        super().__init__(stages, comm, skip)
+        super().__init__(stages, comm)
         group = self._group
         if group is None:
             return
@@ -395,22 +390,16 @@ class NormOfStep:
 
 
 def norm_of(
-    max_norm: float,
-    stages: Sequence[object],
-    comm: Communicator | None,
-    skip: Collection[str],
-    over: GlobalNorm | None,
+    max_norm: float, stages: Sequence[object], comm: Communicator | None, over: GlobalNorm | None
 ) -> Norm:
     """Return the norm for a function with these arguments: `over`, or one of the others."""
     if not max_norm > 0:
         raise ArgumentError("max_norm must be above 0", found=repr(max_norm), expected="above 0")
     if over is None:
-        return Norm(stages, comm, skip)
-    if comm is not None or skip:
+        return Norm(stages, comm)
+    if comm is not None:
         raise ArgumentError(
-            "a GlobalNorm has its own communicator and names to skip",
-            found="over with comm or skip",
-            expected="over alone",
+            "a GlobalNorm has its own communicator", found="over with comm", expected="over alone"
         )
     over._check(stages)
     return over

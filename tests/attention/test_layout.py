@@ -268,10 +268,8 @@ def test_a_ring_does_what_its_table_says(comm, monkeypatch, kind, causal, window
             assert row.mask == "causal" or not any(triangle) or row.pairs in (0, 1) or window is not None
 
 
-def test_tables_that_do_not_exist_and_those_of_other_keys():
+def test_tables_that_do_not_exist_and_those_of_nothing():
     for rank in (-1, 3):
         with pytest.raises(ArgumentError, match="no such rank"):
             Layout("zigzag", 3, 9).table(rank)
-    table = Layout("contiguous", 2, 4).table(1, False, keys=Layout("contiguous", 2, 7))
-    assert [row.pairs for row in table] == [2 * 3, 2 * 4]
     assert str(Layout("contiguous", 2, 0).table(0)).splitlines()[2].split() == "0 - - 0 none 0".split()
