@@ -16,7 +16,6 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
-from numbers import Real
 from typing import NamedTuple
 
 import numpy as np
@@ -229,9 +228,9 @@ def check_window(causal: bool, window: int | None) -> None:
         )
 
 
-def check_scale(scale: object) -> None:
+def check_scale(scale: float | None) -> None:
     """Raise ArgumentError unless the factor on scores is None, or a finite number above 0."""
-    if scale is None or (isinstance(scale, Real) and 0 < float(scale) < math.inf):  # NaN fails this
+    if scale is None or 0 < scale < math.inf:  # NaN fails this
         return
     raise ArgumentError(
         "scale of attention",

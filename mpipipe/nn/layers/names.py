@@ -313,7 +313,7 @@ class Join(Layer):
         self.takes = (checked_name(name),)
         self.axis = axis
         self.mixes_positions = axis not in (None, -1)
-        if axis == 0 or isinstance(axis, bool) or not (axis is None or isinstance(axis, int)):
+        if axis == 0:
             raise ArgumentError(
                 "axis of Join", found=repr(axis), expected="an axis after the first one, or None"
             )

@@ -141,9 +141,7 @@ class Dropout(Layer):
             )
         # An element lives where 16 random bits reach it.
         self.threshold = round(probability * 65536)
-        self.scale = 0.0
-        if self.threshold < 65536:
-            self.scale = 65536 / (65536 - self.threshold)
+        self.scale = 65536 / max(1, 65536 - self.threshold)
 
     def unrecordable(self) -> str:
         if self.threshold:
