@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpipipe.attention.mask import CAUSAL, PositionRange, Slice, mask_slices
+from mpipipe.attention.mask import PositionRange, Slice, mask_slices
 from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
 from mpipipe.text import text_table
@@ -284,7 +284,7 @@ class Layout:
                 mask = "none"
             elif pairs == most:
                 mask = "full"
-            elif len(slices) == 1 and slices[0].kind == CAUSAL:
+            elif len(slices) == 1 and slices[0][4:] == (None, 0):
                 mask = "causal"
             table.append(RingStep(*hop, mask, pairs))
         return table

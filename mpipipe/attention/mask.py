@@ -23,9 +23,7 @@ from numpy.typing import ArrayLike
 
 from mpipipe.errors import ArgumentError
 
-FULL = "FULL"
-CAUSAL = "CAUSAL"
-BAND = "BAND"
+UNMASKED = (None, None)  # both bounds of a slice
 
 
 class PositionRange(NamedTuple):
@@ -50,15 +48,6 @@ class Slice(NamedTuple):
     k_stop: int
     low: int | None
     high: int | None
-
-    @property
-    def kind(self) -> str:
-        """FULL (no mask), CAUSAL (j <= i) or BAND (any other)."""
-        if self.low is None and self.high is None:
-            return FULL
-        if self.low is None and self.high == 0:
-            return CAUSAL
-        return BAND
 
     @property
     def pairs(self) -> int:
@@ -112,8 +101,8 @@ def _joined(slices: list[Slice]) -> list[Slice]:
             last = part
             if joined:
                 last = joined[-1]
-            ends = last.kind, last[equal], last[stop]
-            if ends == (FULL, part[equal], part[start]) and part.kind == FULL:
+            adjoins = (last[equal], last[stop]) == (part[equal], part[start])
+            if adjoins and last[4:] == part[4:] == UNMASKED:
                 joined[-1] = last._replace(q_stop=part.q_stop, k_stop=part.k_stop)
             else:
                 joined.append(part)

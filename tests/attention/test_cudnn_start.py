@@ -33,7 +33,7 @@ def build(**options):
     q, k, v, _ = (arrays.upload(x) for x in make("bfloat16", seq=128))
     given = dict(q=q, k=k, v=v) | new_result(q, v, q.dtype, True)._asdict()
     request = cudnn_graph.request_for("forward", given, 0.5, Slice(0, 128, 0, 128, None, 0))
-    return cudnn_graph.build(cudnn_graph.library(), request, cudnn_graph.handle(), **options)
+    return cudnn_graph.build(cudnn_graph.library(), request, handle=cudnn_graph.handle(), **options)
 
 
 def attends():

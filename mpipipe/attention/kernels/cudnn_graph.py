@@ -43,7 +43,7 @@ class GraphRequest(NamedTuple):
     padded: bool = False
 
 
-def build(cudnn: ModuleType, request: GraphRequest, handle: Any = None, **options: object) -> Any:
+def build(cudnn: ModuleType, request: GraphRequest, **options: object) -> Any:
     """The validated graph of a request; raises what cuDNN raises if it refuses the request.
 
     `options` go to cudnn.pygraph. sm_version=90 names the GPU's compute capability: without it the
@@ -52,8 +52,6 @@ def build(cudnn: ModuleType, request: GraphRequest, handle: Any = None, **option
     """
     half = {"float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16}[request.dtype]
     single = cudnn.data_type.FLOAT
-    if handle is not None:
-        options["handle"] = handle
     graph = cudnn.pygraph(
         io_data_type=half, intermediate_data_type=single, compute_data_type=single, **options
     )
@@ -127,7 +125,7 @@ def _planned(cudnn: ModuleType, _device: int, request: GraphRequest) -> GraphPla
         # stderr. So it is told that of CuPy, but for what the user has set.
         with suppress(BackendError):
             os.environ.setdefault(RUNTIME, arrays.load_cuda_runtime())
-        graph = build(cudnn, request, handle(), sm_version=arrays.compute_capability())
+        graph = build(cudnn, request, handle=handle(), sm_version=arrays.compute_capability())
         graph.build_operation_graph()
         graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
         graph.check_support()
