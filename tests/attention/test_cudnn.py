@@ -396,3 +396,6 @@ def test_the_real_library_refuses_what_is_wrong(real_library):
 def test_cudnn_computes_attention_on_a_real_gpu(gpu):
     described = kernels.describe()
     assert not gpu.real or described.startswith(("cudnn", "cupy because MPIPIPE_ATTENTION says so"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="cuDNN refuses")
+        through_local(make("bfloat16", seq=128, dim=64), gpu)
