@@ -119,28 +119,25 @@ class FlatOptimizer:
         with context:
             announce_write(self, *self._updated)
             self.steps += 1
-            for number in range(len(self._updated)):
-                self._step_of(number, rate, scale)
+            for number, stage in enumerate(self._updated):
+                share = self._share(number)
+                parameters = None
+                if shards is not None:
+                    parameters = shards.originals[number]
+                if parameters is None:
+                    parameters = stage.parameters.flat[slice(*share)]
+                gradients = stage.gradients.flat[slice(*share)]
+                buffers = [parameters, gradients, *self.state[number].values()]
+                copy = stage.kept_copy
+                # Pieces are cut in each step, since a pipeline may have shortened the parameters.
+                for start, stop, factor, decay in pieces(
+                    stage, self.groups, share, self.weight_decay
+                ):
+                    piece = [x[start - share[0] : stop - share[0]] for x in buffers]
+                    update = Update(scale, None if copy is None else copy[start:stop])
+                    self._update(stage.kernels, piece, rate * factor, decay, update)
                 if shards is not None:
                     shards.give(number)
-
-    def _step_of(self, number: int, rate: float, scale: float | DeviceArray) -> None:
-        """Update the share of a stage."""
-        stage = self._updated[number]
-        share = self._share(number)
-        parameters = None
-        if self._shards is not None:
-            parameters = self._shards.originals[number]
-        if parameters is None:
-            parameters = stage.parameters.flat[slice(*share)]
-        gradients = stage.gradients.flat[slice(*share)]
-        buffers = [parameters, gradients, *self.state[number].values()]
-        copy = stage.kept_copy
-        # Pieces are cut in each step, since a pipeline may have shortened the parameters.
-        for start, stop, factor, decay in pieces(stage, self.groups, share, self.weight_decay):
-            piece = [x[start - share[0] : stop - share[0]] for x in buffers]
-            update = Update(scale, None if copy is None else copy[start:stop])
-            self._update(stage.kernels, piece, rate * factor, decay, update)
 
     def whole_parameters(self) -> AbstractContextManager[None]:
         """Make `stage.parameters` whole within this context; collective.
