@@ -410,7 +410,13 @@ class Alone:
     ) -> None:
         """Check that all ranks begin the backward of the same forward; collective."""
         self.settle()
-        self._cast(RingBallot("backward", error=error or misfit(dout, out), number=call))
+        if error is None and described(dout) != out:
+            error = ArgumentError(
+                "the gradient of the output does not fit the output",
+                found=described(dout),
+                expected=out,
+            )
+        self._cast(RingBallot("backward", error=error, number=call))
 
     def _cast(self, ballot: Ballot, values: Sequence[int] = ()) -> np.ndarray:
         if ballot.error is not None:
@@ -458,15 +464,6 @@ class RingAgreement(Alone):
 
     def close(self) -> None:
         """Close nothing: the group is closed by itself."""
-
-
-def misfit(dout: Array, out: str) -> ArgumentError | None:
-    """Return an error where the gradient of an output is not as the output is `described`."""
-    if described(dout) == out:
-        return None
-    return ArgumentError(
-        "the gradient of the output does not fit the output", found=described(dout), expected=out
-    )
 
 
 def described(x: Any) -> str:

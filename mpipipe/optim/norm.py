@@ -105,7 +105,13 @@ class Norm:
         error = None
         try:
             report = self._report()
-            values = _exact_sum(report[0])
+            # They are enough for 700 binary digits. NaN: the sum is longer, or not finite.
+            parts = [math.nan]
+            if math.isfinite(sum(report[0])):
+                parts = expansion(report[0])
+            if len(parts) > VALUES:
+                parts = [math.nan]
+            values = np.array(parts + [0.0] * (VALUES - len(parts))).view(np.int64).tolist()
         except Exception as caught:
             error = caught
         rows = group.agree(WHAT, values=values, error=error)
@@ -165,18 +171,6 @@ def _measured(
         if not math.isfinite(square):
             return MeasuredNorm(math.sqrt(sum(squares)), owner)
     return MeasuredNorm(math.sqrt(math.fsum(squares)) / scale, None)
-
-
-def _exact_sum(squares: Sequence[float]) -> list[int]:
-    """Return the bits of the numbers that are the exact sum of squares here; NaN if unknown."""
-    parts = [math.nan]
-    if math.isfinite(sum(squares)):
-        parts = expansion(squares)
-    # They are enough for 700 binary digits.
-    if len(parts) > VALUES:
-        parts = [math.nan]
-    bits = np.array(parts + [0.0] * (VALUES - len(parts))).view(np.int64)
-    return bits.tolist()
 
 
 def expansion(numbers: Iterable[float]) -> list[float]:
