@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from hashlib import blake2b
 from itertools import accumulate
 from math import prod
@@ -360,12 +360,8 @@ Given: TypeAlias = "tuple[RingOptions, Array, Array, Array]"
 Agreed: TypeAlias = "tuple[RingPlan, AttentionKernel, int]"
 
 
-@dataclass(eq=False)
-class RingBallot(Ballot):
-    """One agreement of the ranks of a ring."""
-
-    remedy: str | None = REMEDY
-    where: str = " of a ring"
+# One agreement of the ranks of a ring.
+RingBallot = partial(Ballot, remedy=REMEDY, where=" of a ring")
 
 
 class Alone:

@@ -280,13 +280,10 @@ class Sliced(Attend):
         sequence, part, own = saved
         error = None
         if part != sequence.due:
-            expected = "no backward, since that of slice 0 has been"
-            if sequence.due >= 0:
-                expected = f"slice {sequence.due}"
             error = ArgumentError(
                 "backwards of slices are out of order",
                 found=f"slice {part} of sequence {sequence.number}",
-                expected=expected,
+                expected=f"slice {sequence.due}, and none after slice 0",
                 remedy="run the backwards of a sequence once each, in falling order of its slices",
             )
         dout = like(dout, own.out)
@@ -322,12 +319,10 @@ class Sliced(Attend):
     def _unit(self) -> tuple[int, int, bool]:
         """The numbers of the next sequence and slice, and whether a backward follows."""
         if self._now is None:
-            remedy = (
-                "call begin(nn.Position(microbatch=unit)) before each forward, as "
-                "nn.SelfAttention does"
-            )
             raise ArgumentError(
-                "Sliced attends to a slice without having been told which", remedy=remedy
+                "Sliced attends to a slice without having been told which",
+                remedy="call begin(nn.Position(microbatch=unit)) before each forward, as "
+                "nn.SelfAttention does",
             )
         return *divmod(self._now.microbatch, len(self.lengths)), self._now.keeps
 

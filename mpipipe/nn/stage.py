@@ -176,7 +176,11 @@ class Stage(Differentiable):
         if self.buffers.merged:
             self.before_write.append(partial(setattr, self.buffers, "written", True))
             merge(self, anew=True)
-        _mark_frozen(self.named_layers)
+        for _, layer in self.named_layers:
+            frozen_here = []
+            for _, inner in layer.walk(""):
+                frozen_here += [getattr(inner, f"{key}_grad") is None for key in inner.declared]
+            layer.frozen = bool(frozen_here) and all(frozen_here)
         self.end_backward(False)
 
     def __init_subclass__(cls) -> None:
@@ -615,15 +619,6 @@ class Stage(Differentiable):
 def _knows_its_end(layer: Layer) -> bool:
     """Return True for a class that has the attribute `ends`, and is not derived from such a one."""
     return "ends" in vars(type(layer))
-
-
-def _mark_frozen(named: Sequence[tuple[str, Layer]]) -> None:
-    """Let each layer know if all of its parameters are frozen."""
-    for _, layer in named:
-        frozen = []
-        for _, inner in layer.walk(""):
-            frozen += [getattr(inner, f"{key}_grad") is None for key in inner.declared]
-        layer.frozen = bool(frozen) and all(frozen)
 
 
 def accepted_input(stage: Stage, x: object, named: bool = False, part: bool = False) -> Any:

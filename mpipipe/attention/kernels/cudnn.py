@@ -42,7 +42,25 @@ def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
     """As `AttentionKernel.forward`; `result` is C-contiguous, unless it is to be overwritten."""
     block = _fitting_block(block)
     if not overwrite:
-        _merge_slices(block, result)
+        # Slices of the same queries, merged BLOCKS at once.
+        # In a column each slice begins at the row where the one before ends.
+        columns: list[list[Slice]] = []
+        for part in sorted(block.slices, key=lambda part: (part.q_start, part.q_stop)):
+            if columns and columns[-1][-1].q_stop == part.q_start:
+                columns[-1].append(part)
+            else:
+                columns.append([part])
+        for first in range(0, len(columns), BLOCKS):
+            pending = []
+            for column in columns[first : first + BLOCKS]:
+                start = column[0].q_start
+                stop = column[-1].q_stop
+                rows = new_result(block.q[:, start:stop], block.v, block.q.dtype, overwrite=True)
+                for part in column:
+                    _attend(block, part, rows, start)
+                    block.poll()
+                pending.append(PendingRows(*rows, np.int32(start), np.int32(stop)))
+            merge(pending, result)
         return
     dtype = block.q.dtype
     target = result
@@ -54,28 +72,6 @@ def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
     if target is not result:
         for place, x in zip(result, target):
             strided_copy(x, place)
-
-
-def _merge_slices(block: KVBlock, result: OutLse) -> None:
-    """Attend for all slices of the same queries, and merge BLOCKS of them at once."""
-    # In a column each slice begins at the row where the one before ends.
-    columns: list[list[Slice]] = []
-    for part in sorted(block.slices, key=lambda part: (part.q_start, part.q_stop)):
-        if columns and columns[-1][-1].q_stop == part.q_start:
-            columns[-1].append(part)
-        else:
-            columns.append([part])
-    for first in range(0, len(columns), BLOCKS):
-        pending = []
-        for column in columns[first : first + BLOCKS]:
-            start = column[0].q_start
-            stop = column[-1].q_stop
-            rows = new_result(block.q[:, start:stop], block.v, block.q.dtype, overwrite=True)
-            for part in column:
-                _attend(block, part, rows, start)
-                block.poll()
-            pending.append(PendingRows(*rows, np.int32(start), np.int32(stop)))
-        merge(pending, result)
 
 
 def _attend(block: KVBlock, part: Slice, result: OutLse, start: int) -> None:
