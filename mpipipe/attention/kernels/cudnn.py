@@ -45,7 +45,7 @@ def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
         # Slices of the same queries, merged BLOCKS at once.
         # In a column each slice begins at the row where the one before ends.
         columns: list[list[Slice]] = []
-        for part in sorted(block.slices, key=lambda part: (part.q_start, part.q_stop)):
+        for part in sorted(block.slices, key=lambda part: part[:2]):
             if columns and columns[-1][-1].q_stop == part.q_start:
                 columns[-1].append(part)
             else:
