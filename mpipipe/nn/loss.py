@@ -290,16 +290,6 @@ class HeadCrossEntropy:
         ids = checked_ids(target, head.outputs, "HeadCrossEntropy: the target", device).reshape(-1)
         x = rows(output)
         tile = self.tile or tile_rows(head.outputs, x.dtype.itemsize, device)
-        if tile >= len(x):
-            value, dx = self._tile(x, ids, factor)
-        else:
-            value, dx = self._tiles(x, ids, factor, tile)
-        return value, None if dx is None else dx.reshape(output.shape)
-
-    def _tiles(
-        self, x: Array, ids: Array, factor: float, tile: int
-    ) -> tuple[float | Array, Array | None]:
-        """Go through all rows tile by tile."""
         kernels = self.stage.kernels
         total: Any = 0.0
         dx = None
@@ -316,7 +306,7 @@ class HeadCrossEntropy:
                 kernels.accumulate(total, kernels.scale(value, share))
             else:
                 total = kernels.scale(value, share)
-        return total, dx
+        return total, None if dx is None else dx.reshape(output.shape)
 
     def _tile(self, x: Array, ids: Array, factor: float) -> tuple[float | Array, Array | None]:
         """Return the mean loss of some rows, and the gradient of x."""
