@@ -112,7 +112,7 @@ class HeadSlice(Layer):
     ):
         check_positive(inputs=inputs, vocab=vocab, of=of)
         check_slice_count(of, vocab)
-        if not isinstance(number, int) or not 0 <= number < of:
+        if not 0 <= number < of:
             raise ArgumentError(
                 "number of a slice of the head", found=repr(number), expected=f"0 ... {of - 1}"
             )
