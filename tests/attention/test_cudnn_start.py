@@ -11,8 +11,6 @@ from mpipipe import arrays
 from mpipipe.attention import kernels
 from mpipipe.attention.kernels import cudnn, cudnn_graph
 from mpipipe.attention.kernels import cupy as cupy_kernel
-from mpipipe.attention.kernels.interface import new_result
-from mpipipe.attention.mask import Slice
 from mpipipe.errors import BackendError
 
 
@@ -29,16 +27,8 @@ def chosen(dtype="bfloat16", **sizes):
     return kernels.chosen(*(arrays.upload(x) for x in make(dtype, seq=4, **sizes)[:3]))
 
 
-def build(**options):
-    q, k, v, _ = (arrays.upload(x) for x in make("bfloat16", seq=128))
-    given = dict(q=q, k=k, v=v) | new_result(q, v, q.dtype, True)._asdict()
-    request = cudnn_graph.request_for("forward", given, 0.5, Slice(0, 128, 0, 128, None, 0))
-    return cudnn_graph.build(cudnn_graph.library(), request, handle=cudnn_graph.handle(), **options)
-
-
-def attends():
-    whole = make("bfloat16", seq=6)
-    agrees(through_local(whole)[0], reference(whole), "bfloat16")
+def build(direction="forward", **options):
+    return cudnn_graph.build(cudnn_graph.library(), cudnn_graph.request(direction), cudnn_graph.handle(), **options)
 
 
 def test_a_graph_without_the_capability_needs_the_runtime_on_the_loaders_path(machine):
@@ -53,8 +43,6 @@ def test_a_plan_names_the_capability_and_needs_no_runtime(machine):
     machine.faults.add("libcudart")
     assert cudnn_graph.available() == (True, "cuDNN 9.24.0", (9, 24, 0)) and chosen() is cudnn
     assert kernels.describe() == "cudnn 9.24.0"
-    attends()
-    assert "sdpa_backward" in machine.launches
 
 
 @pytest.mark.parametrize("loader_finds", [[], ["libcudart.so.13"], ["libcudart.so.12", "libcudart.so.13"], None])
@@ -65,7 +53,7 @@ def test_of_two_runtimes_cudnn_gets_the_one_of_cupys_version_unless_the_user_nam
         monkeypatch.setenv("CUDNN_FRONTEND_CUDART_LIB_NAME", "/site/libcudart.so.12")
     else:
         machine.loader_finds = loader_finds
-    attends()
+    assert cudnn_graph.available().usable
     named = os.environ["CUDNN_FRONTEND_CUDART_LIB_NAME"]
     if loader_finds is None:
         assert named == "/site/libcudart.so.12"
@@ -73,6 +61,38 @@ def test_of_two_runtimes_cudnn_gets_the_one_of_cupys_version_unless_the_user_nam
         assert named.endswith("libcudart.so.13")
         build()
         assert capfd.readouterr().err == ""
+
+
+def test_a_cudnn_that_makes_no_plan_is_not_called_usable(machine, monkeypatch):
+    def refuse(graph):
+        raise RuntimeError("CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED\nmore")
+
+    monkeypatch.setattr(sys.modules["cudnn"].pygraph, "build_plans", refuse)
+    machine.faults.add("libcudart")
+    with pytest.warns(UserWarning, match="slower kernels") as warned:
+        verdict = cudnn_graph.available()
+    assert not verdict.usable
+    assert "makes no plan (CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED; libcudart.so.13" in verdict.reason
+    assert kernels.describe() == f"cupy because {verdict.reason}"
+    assert chosen() is cupy_kernel and len(warned) == 1  # said once
+    whole = make("bfloat16", seq=6)
+    agrees(through_local(whole)[0], reference(whole), "bfloat16")
+    monkeypatch.setenv("MPIPIPE_ATTENTION", "cudnn")
+    with pytest.raises(BackendError, match="makes no plan"):
+        chosen()
+
+
+def test_a_backward_that_makes_no_plan_counts_too(machine, monkeypatch):
+    real = sys.modules["cudnn"].pygraph.check_support
+
+    def refuse(graph):
+        if graph._facts["backward"]:
+            raise sys.modules["cudnn"].cudnnGraphNotSupportedError("No execution plans support the graph.")
+        real(graph)
+
+    monkeypatch.setattr(sys.modules["cudnn"].pygraph, "check_support", refuse)
+    with pytest.warns(UserWarning, match="No execution plans"):
+        assert not cudnn_graph.available().usable
 
 
 def test_the_users_choice_is_told_and_that_without_a_gpu_the_host_computes(machine, monkeypatch):
@@ -89,8 +109,17 @@ def test_a_cupy_without_pathfinder_is_told_where_that_matters(machine, monkeypat
     monkeypatch.setitem(sys.modules, "cuda.pathfinder", None)
     with pytest.raises(BackendError, match=r"libcudart\.so\.13 is not found .*cuda"):
         arrays.load_cuda_runtime()
-    attends()
-    assert "sdpa_backward" in machine.launches
+    assert cudnn_graph.available().usable and chosen() is cudnn
+
+
+def test_whatever_prepares_cudnn_may_fail_and_our_own_kernels_compute(machine, monkeypatch):
+    def fail():
+        raise OSError("a damaged library")
+
+    monkeypatch.setattr(arrays, "load_cuda_runtime", fail)
+    with pytest.warns(UserWarning, match=r"makes no plan \(a damaged library"):
+        assert not cudnn_graph.available().usable
+    assert chosen() is cupy_kernel
 
 
 def test_gpus_before_ampere_are_refused_without_a_warning(machine):

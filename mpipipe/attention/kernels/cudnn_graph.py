@@ -7,12 +7,13 @@ import os
 import sys
 import threading
 import warnings
-from contextlib import suppress
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray, Shape, element_strides
@@ -43,7 +44,7 @@ class GraphRequest(NamedTuple):
     padded: bool = False
 
 
-def build(cudnn: ModuleType, request: GraphRequest, **options: object) -> Any:
+def build(cudnn: ModuleType, request: GraphRequest, handle: Any = None, **options: object) -> Any:
     """The validated graph of a request; raises what cuDNN raises if it refuses the request.
 
     `options` go to cudnn.pygraph. sm_version=90 names the GPU's compute capability: without it the
@@ -52,6 +53,8 @@ def build(cudnn: ModuleType, request: GraphRequest, **options: object) -> Any:
     """
     half = {"float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16}[request.dtype]
     single = cudnn.data_type.FLOAT
+    if handle is not None:
+        options["handle"] = handle
     graph = cudnn.pygraph(
         io_data_type=half, intermediate_data_type=single, compute_data_type=single, **options
     )
@@ -94,6 +97,17 @@ def build(cudnn: ModuleType, request: GraphRequest, **options: object) -> Any:
     return graph
 
 
+def make_plan(request: GraphRequest) -> GraphPlan:
+    """Make a plan for a request on the current GPU; raise what cuDNN raises."""
+    cudnn = library()
+    graph = build(cudnn, request, handle(), sm_version=arrays.compute_capability())
+    graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    graph.check_support()
+    graph.build_plans()
+    return GraphPlan(graph, graph.get_workspace_size())
+
+
 class GraphPlan(NamedTuple):
     """A graph that is ready to run, and the bytes of working memory that it needs."""
 
@@ -110,28 +124,14 @@ class _OfThread(threading.local):
 
 
 def plan(request: GraphRequest) -> GraphPlan | None:
-    """Return the plan for a request; None if cuDNN refuses or fails, with one warning.
-
-    A library that is installed may fail to make any plan: without the CUDA runtime or its own
-    engines, with another CUDA than the driver's, or with two of its versions in one process.
-    """
+    """Return the plan for a request; None if cuDNN refuses it, with one warning."""
     return _mine.plan(library(), arrays.cupy().cuda.runtime.getDevice(), request)
 
 
 def _planned(cudnn: ModuleType, _device: int, request: GraphRequest) -> GraphPlan | None:
     try:
-        # The package opens `libcudart` by name where it asks for a GPU itself, and to fill working
-        # memory. Of two versions on the loader's path it takes the older one, with a line on
-        # stderr. So it is told that of CuPy, but for what the user has set.
-        with suppress(BackendError):
-            os.environ.setdefault(RUNTIME, arrays.load_cuda_runtime())
-        graph = build(cudnn, request, handle=handle(), sm_version=arrays.compute_capability())
-        graph.build_operation_graph()
-        graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-        graph.check_support()
-        graph.build_plans()
-        return GraphPlan(graph, graph.get_workspace_size())
-    except Exception as error:  # the package raises classes of its own, and RuntimeError
+        return make_plan(request)
+    except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
         warnings.warn(
             f"cuDNN refuses attention that it should do, CuPy does it: {error} ({request})",
             stacklevel=3,
@@ -228,6 +228,21 @@ def library() -> ModuleType:
     import cudnn
 
     return cudnn
+
+
+def prepare() -> str:
+    """Make the package find the CUDA runtime that CuPy would use; return why it cannot, or "".
+
+    The package opens `libcudart` by name where it asks for a GPU itself, and to fill working
+    memory. Of two versions on the loader's path it takes the older one, with a line on stderr. What
+    the user has set stays.
+    """
+    try:
+        library_file = arrays.load_cuda_runtime()
+    except BackendError as error:
+        return str(error)
+    os.environ.setdefault(RUNTIME, library_file)
+    return ""
 
 
 def handle() -> Any:
@@ -330,13 +345,56 @@ def _described(name: str, x: DeviceArray) -> tuple[Shape, Shape]:
     return (batch, heads, seq, dim), (b, h, s, d)
 
 
+# -- Whether cuDNN attends on this GPU: it is asked for two small plans first ----------------------
+#
+# A library that is installed may still fail to make a single plan: without the CUDA runtime or its
+# own engines, with another CUDA than the driver's, or with two of its versions in one process.
+
+
+# what every cuDNN does on every GPU that it does at all
+ROWS = 128
+HEADS = 1
+DIM = 64
+ALONG = {"forward": ("q", "k", "v", "out", "lse"),
+         "backward": ("q", "k", "v", "out", "dout", "lse", "dq", "dk", "dv")}  # fmt: skip
+
+
 def available() -> CudnnVerdict:
-    """Return True if cuDNN is there, and attends on GPUs such as the current one."""
+    """Return True if cuDNN attends on the current GPU; tried once in a process."""
     verdict = installed()
-    if verdict.usable and arrays.compute_capability() < OLDEST_CAPABILITY:
+    if verdict.usable:
+        return _tried(library(), arrays.current_gpu())
+    return verdict
+
+
+@lru_cache(maxsize=64)
+def _tried(_library: ModuleType, _device: int) -> CudnnVerdict:
+    verdict = installed()
+    if arrays.compute_capability() < OLDEST_CAPABILITY:
         reason = (
             f"{verdict.reason} computes attention on compute capability "
             f"{OLDEST_CAPABILITY / 10} and newer"
         )
         return CudnnVerdict(False, reason, verdict.version)
+    missing = ""
+    try:
+        missing = prepare()
+        for direction in ALONG:
+            make_plan(request(direction))
+    except Exception as error:  # the package raises classes of its own, and RuntimeError
+        lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        why = f"{verdict.reason} is installed and makes no plan ({lines[0]}"
+        reason = f"{why}{'; ' if missing else ''}{missing}); {INSTALL}"
+        warnings.warn(f"attention on the GPU is computed by slower kernels: {reason}", stacklevel=2)
+        return CudnnVerdict(False, reason, verdict.version)
     return verdict
+
+
+def request(direction: str) -> GraphRequest:
+    """A small causal request, "forward" or "backward"."""
+    rows = np.empty((1, ROWS, HEADS, DIM))
+    shapes = []
+    for name in ALONG[direction]:
+        x = rows[..., 0].swapaxes(1, 2) if name == "lse" else rows
+        shapes.append((name, *_described(name, x)))
+    return GraphRequest(direction, "bfloat16", tuple(shapes), DIM**-0.5, None, 0)
