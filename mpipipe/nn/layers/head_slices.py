@@ -60,11 +60,10 @@ class HeadSlice(Layer):
 
     Without labels it gives logits: the first slice takes h (..., inputs), each but the last one
     gives (h, its logits after those of the slices before), and the last one all logits (...,
-    vocab); there is no backward then. With labels, integers (...) that the inputs have under the
-    name "labels" (mpipipe.Branches), it never holds more logits than its own: each slice but the
-    last one gives (h, L, t), and the last one the losses L - t (...), in nats, for
-    `nn.mean_of_losses`. L is the log-sum-exp of the logits so far, t the logit of the label; both
-    have the dtype of parameters.
+    vocab). With labels, integers (...) that the inputs have under the name "labels"
+    (mpipipe.Branches), it never holds more logits than its own: each slice but the last one gives
+    (h, L, t), and the last one the losses L - t (...), in nats, for `nn.mean_of_losses`. L is the
+    log-sum-exp of the logits so far, t the logit of the label; both have the dtype of parameters.
 
     Parameters
     ----------
@@ -168,8 +167,27 @@ class HeadSlice(Layer):
         logits = self.stage.kernels.linear(flat, self.weight)
         parts = (*before, logits.reshape(*h.shape[:-1], len(self.weight)))
         if self.last:
-            return arrays.concatenate(parts, h.ndim - 1), None
-        return (h, *parts), None
+            return arrays.concatenate(parts, h.ndim - 1), (h.shape, flat)
+        return (h, *parts), (h.shape, flat)
+
+    def _back_from_logits(self, dy: Array, saved: Saved, of_input: bool, of_weight: bool) -> Tree:
+        shape, flat = saved
+        kernels = self.stage.kernels
+        if self.last:
+            slices = even_split(self.vocab, self.of)
+            dy = [None, *(arrays.copied(dy[..., part.start : part.stop]) for part in slices)]
+        dh, *before, dlogits = dy
+        dlogits = rows(dlogits)
+        if of_weight:
+            self._add("weight", kernels.linear_backward_weight, dlogits, flat)
+        if not of_input:
+            return None
+        dx = kernels.linear_backward_input(dlogits, self.weight).reshape(shape)
+        if dh is not None:
+            dx = kernels.add(dh, dx)
+        if before:
+            return (dx, *before)
+        return dx
 
     # -- losses
 
@@ -215,11 +233,7 @@ class HeadSlice(Layer):
     def _back(self, dy: Array, saved: Saved, of_input: bool, of_weight: bool) -> Tree:
         """Compute the gradient of the input, add to that of the weight, or both."""
         if not self.takes:
-            raise ArgumentError(
-                f"layer {self.name} (HeadSlice): logits in slices have no backward",
-                remedy="labels=True, and nn.mean_of_losses or a loss of your own of the losses of "
-                "positions; or nn.Head",
-            )
+            return self._back_from_logits(dy, saved, of_input, of_weight)
         shape, flat, ids, before, lse, logits_of_tiles = saved
         kernels = self.stage.kernels
         device = self.stage.device
@@ -266,20 +280,17 @@ class HeadSlice(Layer):
 def check_slices(entries: Sequence[object]) -> None:
     """Raise ArgumentError unless slices of a head are the last layers of a model, in order."""
     slices: list[HeadSlice] = []
-    places = []
-    for place, top in enumerate(entries):
+    for top in entries:
         for _, layer in top.walk("") if isinstance(top, Layer) else ():
             if isinstance(layer, HeadSlice):
                 slices.append(layer)
-                places.append(place)
     if not slices:
         return
     of = slices[0].of
     order = [(layer.number, layer.of) for layer in slices]
     last = entries[-1]
     ends = isinstance(last, Layer) and leaf(last, -1) is slices[-1]
-    apart = places[-1] - places[0] >= len({*places})
-    if apart or not ends or order != [(number, of) for number in range(of)]:
+    if not ends or order != [(number, of) for number in range(of)]:
         named = [f"slice {n} of {of}" for n, of in order]
         raise ArgumentError(
             "the slices of a head are not the last layers of the model, one after the other",
