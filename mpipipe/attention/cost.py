@@ -110,7 +110,12 @@ def attention_flops(pairs: float, heads: int, head_dim: int) -> float:
 
 
 def slice_lengths(
-    seq_len: int, slices: int, width: float = 0.0, window: int | None = None, unit: int = 1
+    seq_len: int,
+    slices: int,
+    width: float = 0.0,
+    parameters: float | None = None,
+    window: int | None = None,
+    unit: int = 1,
 ) -> tuple[int, ...]:
     """Cut a causal sequence into slices that take equal time, in a forward and a backward together.
 
@@ -118,10 +123,9 @@ def slice_lengths(
     operations for each entry of a matrix, and twice as many in the backward: a slice of positions a
     ... b - 1 costs, in operations,
 
-        72 width^2 (b - a) + 14 width sum over t = a ... b - 1 of min(t + 1, window)
+        6 parameters (b - a) + 14 width sum over t = a ... b - 1 of min(t + 1, window)
 
-    since the matrices of a GPT's layer have 12 width^2 entries (Sun et al., "Seq1F1B", 2024,
-    arXiv:2406.03488).
+    (Sun et al., "Seq1F1B", 2024, arXiv:2406.03488).
 
     Parameters
     ----------
@@ -129,6 +133,9 @@ def slice_lengths(
         Positions, and number of slices, n.
     width : float
         heads head_dim: of one layer, or of all that attend. 0: all slices are of the same length.
+    parameters : float, optional
+        Entries of the matrices that a position is multiplied with, of the same layers; by default
+        12 width^2, those of a GPT's layer.
     window : int, optional
         As for `Local`.
     unit : int
@@ -148,19 +155,22 @@ def slice_lengths(
     ((1024, 1024, 1024, 1024), (1620, 1002, 795, 679))
     """
     least = min(slices, unit, 1 if window is None else window)
-    if least < 1 or slices * unit > seq_len or width < 0:
+    if least < 1 or slices * unit > seq_len or min(width, parameters or 0) < 0:
         raise ArgumentError(
             "a sequence cannot be cut into these slices",
-            found=f"{seq_len=}, {slices=}, {unit=}, {window=}, {width=}",
+            found=f"{seq_len=}, {slices=}, {unit=}, {window=}, {width=}, {parameters=}",
             expected="at least `unit` positions for each slice, and no negative number",
             remedy="fewer slices, or a longer sequence",
         )
+    rest = 12.0 * width**2
+    if parameters is not None:
+        rest = parameters
     ends = unit * np.arange(seq_len // unit + 1, dtype=np.float64)  # places at which slices may end
     full = np.minimum(ends, window or seq_len)
     pairs = full * (full + 1) / 2 + (ends - full) * full
     costs = ends
-    if width:
-        costs = 6 * (12.0 * width**2) * ends + 4 * (1 + BACKWARD_WORK) * width * pairs
+    if rest or width:
+        costs = 6 * rest * ends + 4 * (1 + BACKWARD_WORK) * width * pairs
     cuts = []
     for part in range(slices + 1):
         cuts.append(int(np.abs(costs - costs[-1] * part / slices).argmin()))

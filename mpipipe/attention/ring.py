@@ -38,6 +38,9 @@ class Ring(PlannedAttend):
         "striped".
     window, segments, scale : int, array_like of int, float, optional
         As for `Local`; segments are those of the whole sequence.
+    seq_len : int, optional
+        Length of the whole sequence of queries; default: that of the Layout, or the sum of what the
+        ranks bring.
     rotation : str
         "overlap": messages travel while tiles are computed. "sendrecv": one exchange before each
         step. The results have the same bits.
@@ -86,11 +89,12 @@ class Ring(PlannedAttend):
         window: int | None = None,
         segments: ArrayLike | None = None,
         scale: float | None = None,
+        seq_len: int | None = None,
         rotation: str = "overlap",
     ) -> None:
         self._comm = runtime.resolve(comm)
         agreement = cached(self._comm, "ring agreement", lambda: RingAgreement(self._comm))
-        options = RingOptions(causal, layout, window, segments, scale, rotation)
+        options = RingOptions(causal, layout, window, segments, scale, seq_len, rotation)
         super().__init__(agreement, options)
         self.group = agreement.group
         self.seq_len = self.options.seq_len
@@ -183,6 +187,7 @@ def ring_attention(
     window: int | None = None,
     segments: ArrayLike | None = None,
     scale: float | None = None,
+    seq_len: int | None = None,
     rotation: str = "overlap",
 ) -> tuple[Array, tuple[Ring, RingSaved]]:
     """Attend over a sharded sequence; collective over `comm`.
@@ -191,7 +196,7 @@ def ring_attention(
     ----------
     q, k, v : array
         As for `Ring.forward`.
-    comm, causal, layout, window, segments, scale, rotation : Communicator and options
+    comm, causal, layout, window, segments, scale, seq_len, rotation : Communicator and options
         As for `Ring`.
 
     Returns
@@ -217,7 +222,7 @@ def ring_attention(
     >>> inprocess.run(2, on_each_rank)
     [(1, 64, 4, 16), (1, 64, 4, 16)]
     """
-    ring = Ring(comm, causal, layout, window, segments, scale, rotation)
+    ring = Ring(comm, causal, layout, window, segments, scale, seq_len, rotation)
     out, saved = ring.forward(q, k, v)
     return out, (ring, saved)
 

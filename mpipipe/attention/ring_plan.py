@@ -40,9 +40,8 @@ class RingOptions:
     window: int | None
     segments: Any  # when checked, None or a tuple of int
     scale: float | None
-    rotation: str = "overlap"
-    # From the Layout, or the lengths of slices.
     seq_len: int | None = None
+    rotation: str = "overlap"
     slice_lengths: tuple[int, ...] | None = None  # the same as of the Layout
     # In one forward, offsets of the documents of each row.
     rows: tuple[tuple[int, ...], ...] | None = None
@@ -56,12 +55,12 @@ class RingOptions:
         segments = self.segments
         lengths = self.slice_lengths
         if isinstance(layout, Layout):
-            if ranks != layout.ranks:
+            if ranks != layout.ranks or seq_len not in (None, layout.seq_len):
                 raise ArgumentError(
-                    "the layout of a ring has another number of ranks",
+                    "the layout of a ring has another number of ranks, or another length",
                     found=repr(layout),
-                    expected=f"{ranks} ranks, as in the communicator",
-                    remedy="give Ring the Layout that cuts its data",
+                    expected=f"{ranks} ranks, as in the communicator, and seq_len={seq_len}",
+                    remedy="give Ring the Layout that cuts its data, and no seq_len",
                 )
             lengths = layout.slice_lengths or lengths
             seq_len = layout.seq_len
@@ -86,8 +85,8 @@ class RingOptions:
             None if self.window is None else int(self.window),
             segments,
             None if self.scale is None else float(self.scale),
+            None if seq_len is None else int(seq_len),
             self.rotation,
-            seq_len,
             lengths,
         )
 

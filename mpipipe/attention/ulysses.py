@@ -47,7 +47,7 @@ class Ulysses(Ring):
 
     Parameters
     ----------
-    comm, causal, layout, window, segments, scale, rotation : Communicator and options
+    comm, causal, layout, window, segments, scale, seq_len, rotation : Communicator and options
         As for `Ring`; with "sendrecv" arrays go one after the other.
 
     Examples

@@ -126,6 +126,8 @@ def test_the_default_is_the_order_of_the_shards(comm, kind, said):
 def test_a_layout_that_does_not_fit_is_refused(comm):
     layout = Layout("striped", comm.size, SEQ)
     mine = [layout.shard(x, comm.rank) for x in whole()]
+    Ring(comm, layout=layout, seq_len=SEQ)  # said twice, and alike
+    refused(comm, ArgumentError, "another length", lambda: Ring(comm, layout=layout, seq_len=SEQ + 1))
     more = Layout("striped", comm.size + 1, SEQ)
     refused(comm, ArgumentError, "another number of ranks", lambda: attention.ring_attention(*mine, comm, layout=more))
     longer = Layout("striped", comm.size, SEQ + comm.size)

@@ -132,6 +132,7 @@ def test_ranks_that_disagree(comm):
     refused(comm, MismatchError, "differ in window", lambda: call(q, k, v, window=2 if odd else 3))
     refused(comm, ArgumentError, "do not fit", lambda: call(q, k[:, :3] if odd else k, v))
     refused(comm, ArgumentError, "do not cover", lambda: call(q[:, :1] if not odd else q, k, v))
+    refused(comm, ArgumentError, "do not cover", lambda: call(q, k, v, seq_len=5))
     refused(comm, ArgumentError, "segments do not cover", lambda: call(q, k, v, segments=[1, 1]))
     through = lambda **options: attention.ring_attention(q, k, v, comm, **options)  # noqa: E731
     refused(comm, ArgumentError, "unknown layout", lambda: through(layout="z" if odd else "zigzag"))
