@@ -200,6 +200,11 @@ class PlannedAttend(Attend):
         self.bytes_sent = 0
         self._forget()
 
+    @property
+    def window(self) -> int | None:
+        """The positions that a query sees, its own the last."""
+        return self.options.window
+
     def _forget(self) -> None:
         self._others: dict[int, Any] = {}  # keys are windows
         self._packed: tuple[tuple, RingOptions] | None = None  # the last segments by row

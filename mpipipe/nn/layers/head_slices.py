@@ -280,17 +280,20 @@ class HeadSlice(Layer):
 def check_slices(entries: Sequence[object]) -> None:
     """Raise ArgumentError unless slices of a head are the last layers of a model, in order."""
     slices: list[HeadSlice] = []
-    for top in entries:
+    places = []
+    for place, top in enumerate(entries):
         for _, layer in top.walk("") if isinstance(top, Layer) else ():
             if isinstance(layer, HeadSlice):
                 slices.append(layer)
+                places.append(place)
     if not slices:
         return
     of = slices[0].of
     order = [(layer.number, layer.of) for layer in slices]
     last = entries[-1]
     ends = isinstance(last, Layer) and leaf(last, -1) is slices[-1]
-    if not ends or order != [(number, of) for number in range(of)]:
+    apart = places[-1] - places[0] >= len({*places})
+    if apart or not ends or order != [(number, of) for number in range(of)]:
         named = [f"slice {n} of {of}" for n, of in order]
         raise ArgumentError(
             "the slices of a head are not the last layers of the model, one after the other",
