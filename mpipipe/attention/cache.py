@@ -53,15 +53,9 @@ class KVCache(Attend):
     def __init__(
         self, capacity: int, window: int | None = None, scale: float | None = None
     ) -> None:
-        if not isinstance(capacity, (int, np.integer)) or capacity < 1:
-            raise ArgumentError(
-                "capacity of a cache",
-                found=repr(capacity),
-                expected="an integer of at least 1, the positions in all",
-            )
         mask.check_window(True, window)
         mask.check_scale(scale)
-        self.capacity = int(capacity)
+        self.capacity = capacity
         self.window = window
         self.scale = scale
         self.poll: Callable[[], object] = no_poll

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpipipe.attention.mask import CAUSAL, PositionRange, Slice, mask_slices
+from mpipipe.attention.mask import PositionRange, Slice, mask_slices
 from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
 from mpipipe.text import text_table
@@ -247,13 +247,7 @@ class Layout:
         return 1
 
     def table(
-        self,
-        rank: int,
-        causal: bool = True,
-        window: int | None = None,
-        keys: Layout | None = None,
-        *,
-        backward: bool = False,
+        self, rank: int, causal: bool = True, window: int | None = None, *, backward: bool = False
     ) -> RingTable:
         """Return what a rank does in each step of a ring, as a list that prints as a table.
 
@@ -261,7 +255,7 @@ class Layout:
         ----------
         rank : int
             ArgumentError is raised where the layout has no such rank.
-        causal, window, keys : bool, int and Layout
+        causal, window : bool, int
             As for `needs`.
         backward : bool
             The steps of the backward in place of those of the forward.
@@ -280,18 +274,17 @@ class Layout:
             raise ArgumentError(
                 "no such rank in the layout", found=rank, expected=f"0 to {self.ranks - 1}"
             )
-        view = causal, window, None, keys
         table = RingTable()
-        for hop in ring_hops(rank, self.ranks, self.steps(*view), backward):
-            slices = self.needs(rank, hop[-1], *view)
+        for hop in ring_hops(rank, self.ranks, self.steps(causal, window), backward):
+            slices = self.needs(rank, hop[-1], causal, window)
             pairs = sum(part.pairs for part in slices)
-            most = self.length(rank) * (keys or self).length(hop[-1])
+            most = self.length(rank) * self.length(hop[-1])
             mask = "part"
             if pairs == 0:
                 mask = "none"
             elif pairs == most:
                 mask = "full"
-            elif len(slices) == 1 and slices[0].kind == CAUSAL:
+            elif len(slices) == 1 and slices[0][4:] == (None, 0):
                 mask = "causal"
             table.append(RingStep(*hop, mask, pairs))
         return table
@@ -321,16 +314,10 @@ def checked_lengths(lengths: Sequence[int], seq_len: int | None = None) -> tuple
     numbers = tuple(lengths)
     integers = all(isinstance(length, (int, np.integer)) and length > 0 for length in numbers)
     if not numbers or not integers or seq_len not in (None, sum(numbers)):
-        total = ""
-        if integers:
-            total = f", {sum(numbers)} in all"
-        sums_up = ""
-        if seq_len is not None:
-            sums_up = f" that add up to {seq_len}"
         raise ArgumentError(
             "lengths of the slices of a sequence",
-            found=f"{list(numbers)}{total}",
-            expected=f"integers of at least 1{sums_up}",
+            found=f"{list(numbers)}",
+            expected=f"integers of at least 1 that add up to {seq_len or 'the sequence'}",
             remedy="attention.slice_lengths(seq_len, slices, ...), with no more slices than "
             "positions",
         )

@@ -16,7 +16,6 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
-from numbers import Real
 from typing import NamedTuple
 
 import numpy as np
@@ -24,9 +23,7 @@ from numpy.typing import ArrayLike
 
 from mpipipe.errors import ArgumentError
 
-FULL = "FULL"
-CAUSAL = "CAUSAL"
-BAND = "BAND"
+UNMASKED = (None, None)  # both bounds of a slice
 
 
 class PositionRange(NamedTuple):
@@ -51,15 +48,6 @@ class Slice(NamedTuple):
     k_stop: int
     low: int | None
     high: int | None
-
-    @property
-    def kind(self) -> str:
-        """FULL (no mask), CAUSAL (j <= i) or BAND (any other)."""
-        if self.low is None and self.high is None:
-            return FULL
-        if self.low is None and self.high == 0:
-            return CAUSAL
-        return BAND
 
     @property
     def pairs(self) -> int:
@@ -106,28 +94,20 @@ def _joined(slices: list[Slice]) -> list[Slice]:
 
     Products are fewer and larger then.
     """
-    below: list[Slice] = []
-    for part in sorted(slices, key=lambda part: (part.k_start, part.q_start)):
-        last = part
-        if below:
-            last = below[-1]
-        if last.kind == part.kind == FULL and (*last[2:4], last.q_stop) == (
-            *part[2:4],
-            part.q_start,
-        ):
-            below[-1] = last._replace(q_stop=part.q_stop)
-        else:
-            below.append(part)
-    beside: list[Slice] = []
-    for part in sorted(below, key=lambda part: (part.q_start, part.q_stop, part.k_start)):
-        last = part
-        if beside:
-            last = beside[-1]
-        if last.kind == part.kind == FULL and (*last[:2], last.k_stop) == (*part[:2], part.k_start):
-            beside[-1] = last._replace(k_stop=part.k_stop)
-        else:
-            beside.append(part)
-    return sorted(beside, key=lambda part: (part.k_start, part.q_start))
+    # Places in a slice of the two ends of the axis that grows, and of the range that is equal.
+    for start, stop, equal in ((0, 1, slice(2, 4)), (2, 3, slice(0, 2))):
+        joined: list[Slice] = []
+        for part in sorted(slices, key=lambda part: (part[equal], part[start])):
+            last = part
+            if joined:
+                last = joined[-1]
+            adjoins = (last[equal], last[stop]) == (part[equal], part[start])
+            if adjoins and last[4:] == part[4:] == UNMASKED:
+                joined[-1] = last._replace(q_stop=part.q_stop, k_stop=part.k_stop)
+            else:
+                joined.append(part)
+        slices = joined
+    return sorted(slices, key=lambda part: (part.k_start, part.q_start))
 
 
 def in_one_band(slices: Sequence[Slice]) -> list[Slice]:
@@ -237,9 +217,9 @@ def check_window(causal: bool, window: int | None) -> None:
         )
 
 
-def check_scale(scale: object) -> None:
+def check_scale(scale: float | None) -> None:
     """Raise ArgumentError unless the factor on scores is None, or a finite number above 0."""
-    if scale is None or (isinstance(scale, Real) and 0 < float(scale) < math.inf):  # NaN fails this
+    if scale is None or 0 < scale < math.inf:  # NaN fails this
         return
     raise ArgumentError(
         "scale of attention",
@@ -260,12 +240,6 @@ def document_offsets(segments: ArrayLike | None, seq_len: int) -> list[int] | No
     if segments is None:
         return None
     numbers = np.asarray(segments)
-    if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
-        raise ArgumentError(
-            "segments",
-            found=f"{numbers.dtype}{list(numbers.shape)}",
-            expected="one axis of integers",
-        )
     if numbers.size == seq_len:
         starts = np.flatnonzero(np.diff(numbers)) + 1
         ids = numbers

@@ -153,9 +153,9 @@ class Ring(PlannedAttend):
             raise ArgumentError(
                 "a layer and its ring differ in the positions of this rank's rows",
                 rank=self.group.rank,
-                found=_listed(found),
-                expected=f"{_listed(expected)}, the {self.options.layout} shard that the ring "
-                "attends by",
+                found=f"{found.size} positions, at first {found[:8]}",
+                expected=f"{expected.size}, at first {expected[:8]}, the {self.options.layout} "
+                "shard that the ring attends by",
                 remedy="use one Layout for all: layout.shard(x, rank), Ring(comm, layout=layout), "
                 "layout.positions(rank)",
             )
@@ -172,15 +172,6 @@ class Ring(PlannedAttend):
             ("ring", device),
             lambda: RingExchange(comm, settings.SYNC_SENDS.text == "1", device),
         )
-
-
-def _listed(positions: np.ndarray) -> str:
-    """The first positions, and how many there are."""
-    numbers = positions.reshape(-1)
-    more = ""
-    if numbers.size > 8:
-        more = f" ... ({numbers.size} in all)"
-    return " ".join(map(str, numbers[:8].tolist())) + more
 
 
 # -- Ring attention as two functions, forward and backward -----------------------------------------

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from hashlib import blake2b
 from itertools import accumulate
 from math import prod
@@ -27,7 +27,6 @@ from mpipipe.attention.mask import Slice, check_scale, check_window, document_of
 from mpipipe.comm import ROTATIONS
 from mpipipe.errors import ArgumentError
 from mpipipe.job import Ballot, Communicator, group_of, raise_on_all
-from mpipipe.text import counted
 
 BYTES = np.dtype(np.uint8)
 
@@ -56,14 +55,11 @@ class RingOptions:
         segments = self.segments
         lengths = self.slice_lengths
         if isinstance(layout, Layout):
-            given = ranks, layout.seq_len if seq_len is None else seq_len
-            if given != (layout.ranks, layout.seq_len):
+            if ranks != layout.ranks or seq_len not in (None, layout.seq_len):
                 raise ArgumentError(
                     "the layout of a ring has another number of ranks, or another length",
-                    found=f"a Layout of {counted(layout.ranks, 'rank')} and seq_len "
-                    f"{layout.seq_len}",
-                    expected=f"{counted(ranks, 'rank')}, as in the communicator, and seq_len "
-                    f"{given[1]}",
+                    found=repr(layout),
+                    expected=f"{ranks} ranks, as in the communicator, and seq_len {seq_len or layout.seq_len}",
                     remedy="give Ring the Layout that cuts its data, and no seq_len",
                 )
             lengths = layout.slice_lengths or lengths
@@ -363,12 +359,8 @@ Given: TypeAlias = "tuple[RingOptions, Array, Array, Array]"
 Agreed: TypeAlias = "tuple[RingPlan, AttentionKernel, int]"
 
 
-@dataclass(eq=False)
-class RingBallot(Ballot):
-    """One agreement of the ranks of a ring."""
-
-    remedy: str | None = REMEDY
-    where: str = " of a ring"
+# One agreement of the ranks of a ring.
+RingBallot = partial(Ballot, remedy=REMEDY, where=" of a ring")
 
 
 class Alone:
@@ -413,7 +405,13 @@ class Alone:
     ) -> None:
         """Check that all ranks begin the backward of the same forward; collective."""
         self.settle()
-        self._cast(RingBallot("backward", error=error or misfit(dout, out), number=call))
+        if error is None and described(dout) != out:
+            error = ArgumentError(
+                "the gradient of the output does not fit the output",
+                found=described(dout),
+                expected=out,
+            )
+        self._cast(RingBallot("backward", error=error, number=call))
 
     def _cast(self, ballot: Ballot, values: Sequence[int] = ()) -> np.ndarray:
         if ballot.error is not None:
@@ -461,15 +459,6 @@ class RingAgreement(Alone):
 
     def close(self) -> None:
         """Close nothing: the group is closed by itself."""
-
-
-def misfit(dout: Array, out: str) -> ArgumentError | None:
-    """Return an error where the gradient of an output is not as the output is `described`."""
-    if described(dout) == out:
-        return None
-    return ArgumentError(
-        "the gradient of the output does not fit the output", found=described(dout), expected=out
-    )
 
 
 def described(x: Any) -> str:

@@ -280,13 +280,10 @@ class Sliced(Attend):
         sequence, part, own = saved
         error = None
         if part != sequence.due:
-            expected = "no backward, since that of slice 0 has been"
-            if sequence.due >= 0:
-                expected = f"slice {sequence.due}"
             error = ArgumentError(
                 "backwards of slices are out of order",
                 found=f"slice {part} of sequence {sequence.number}",
-                expected=expected,
+                expected=f"slice {sequence.due}, and none after slice 0",
                 remedy="run the backwards of a sequence once each, in falling order of its slices",
             )
         dout = like(dout, own.out)
@@ -322,12 +319,10 @@ class Sliced(Attend):
     def _unit(self) -> tuple[int, int, bool]:
         """The numbers of the next sequence and slice, and whether a backward follows."""
         if self._now is None:
-            remedy = (
-                "call begin(nn.Position(microbatch=unit)) before each forward, as "
-                "nn.SelfAttention does"
-            )
             raise ArgumentError(
-                "Sliced attends to a slice without having been told which", remedy=remedy
+                "Sliced attends to a slice without having been told which",
+                remedy="call begin(nn.Position(microbatch=unit)) before each forward, as "
+                "nn.SelfAttention does",
             )
         return *divmod(self._now.microbatch, len(self.lengths)), self._now.keeps
 
@@ -388,14 +383,10 @@ class Sliced(Attend):
         return [x[:, first:stop] for x in both]
 
     def _wrong_rows(self, part: int, rows: int) -> ArgumentError:
-        if isinstance(self.inner, Local):
-            of_ring = ""
-        else:
-            of_ring = f" on rank {self._rank}"
         return ArgumentError(
             "the rows are not those of the slice",
             found=counted(rows, "row"),
-            expected=f"{self.slice_rows[part]}, slice {part} of {list(self.slice_rows)}{of_ring}",
+            expected=f"{self.slice_rows[part]}, slice {part} of {list(self.slice_rows)}",
             remedy="cut sequences into slices of the lengths that Sliced was given, and then into "
             "shards",
         )

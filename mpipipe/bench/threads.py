@@ -94,7 +94,7 @@ def _kernels(gain: Gain, megabytes: int) -> None:
     limit = gain(f"copy of {megabytes} MB", partial(host.copy, x, y), "the memory's rate")
     goal = f"at least 1.7, or {limit:.2f} of the copy"
     calls: dict[str, Call] = {
-        "AdamW": partial(host.adamw, p, g, m, v, NUMBERS),
+        "AdamW": partial(host.adamw, p, g, m, v, NUMBERS, kernels.Update()),
         "LayerNorm": partial(host.norm, x, scale, scale, 1e-5),
         "GELU": partial(host.gelu, x),
         "softmax and cross-entropy": partial(host.softmax_cross_entropy, x, ids, 1.0, y),

@@ -63,7 +63,6 @@ def mean_squared_error(output: Array, target: Array, factor: float = 1.0) -> Los
             expected="real targets, or complex output",
         )
     if not isinstance(output, np.ndarray) or not isinstance(target, np.ndarray):
-        _check_side(output, target)
         fits = arrays.is_device(target) and arrays.is_floating(target.dtype)
         if arrays.is_device(output) and not fits:
             target = arrays.upload(arrays.on_host(target).astype(output.dtype))
@@ -108,13 +107,12 @@ def softmax_cross_entropy(output: Array, target: Array, factor: float = 1.0) -> 
     >>> bool(np.isclose(value, np.log(4))), gradient
     (True, array([[ 0.25,  0.25, -0.75,  0.25]]))
     """
-    expected = None
-    if output.ndim:
-        expected = output.shape[:-1]
     _check_shapes(
-        "softmax_cross_entropy needs one target for each row of logits", output, target, expected
+        "softmax_cross_entropy needs one target for each row of logits",
+        output,
+        target,
+        output.shape[:-1],
     )
-    _check_side(output, target)
     device = arrays.device_of(output)
     ids = checked_ids(target, output.shape[-1], "softmax_cross_entropy: the target", device)
     kernel = kernels.of_array(output).softmax_cross_entropy
@@ -181,22 +179,12 @@ for _loss in (mean_squared_error, softmax_cross_entropy, mean_of_losses):
 
 
 def _check_shapes(
-    message: str, output: Array, target: Array, shape: Shape | None, remedy: str | None = None
+    message: str, output: Array, target: Array, shape: Shape, remedy: str | None = None
 ) -> None:
     if shape != target.shape or not output.size:
-        expected = "equal shapes, not empty"
-        if shape != output.shape:
-            expected = f"a target of shape {shape}, not empty"
         shapes = f"output {output.shape}, target {target.shape}"
+        expected = f"a target of shape {shape}, not empty"
         raise ArgumentError(message, found=shapes, expected=expected, remedy=remedy)
-
-
-def _check_side(output: Array, target: Array) -> None:
-    if arrays.is_device(target) and not arrays.is_device(output):
-        raise ArgumentError(
-            "the target of a loss is on a GPU and the output on the host",
-            remedy="give targets as numpy arrays, or build the stages with device='cuda'",
-        )
 
 
 # -- Cross-entropy with the product of the head, in tiles of rows: logits never exist as a whole ---
@@ -302,16 +290,6 @@ class HeadCrossEntropy:
         ids = checked_ids(target, head.outputs, "HeadCrossEntropy: the target", device).reshape(-1)
         x = rows(output)
         tile = self.tile or tile_rows(head.outputs, x.dtype.itemsize, device)
-        if tile >= len(x):
-            value, dx = self._tile(x, ids, factor)
-        else:
-            value, dx = self._tiles(x, ids, factor, tile)
-        return value, None if dx is None else dx.reshape(output.shape)
-
-    def _tiles(
-        self, x: Array, ids: Array, factor: float, tile: int
-    ) -> tuple[float | Array, Array | None]:
-        """Go through all rows tile by tile."""
         kernels = self.stage.kernels
         total: Any = 0.0
         dx = None
@@ -328,7 +306,7 @@ class HeadCrossEntropy:
                 kernels.accumulate(total, kernels.scale(value, share))
             else:
                 total = kernels.scale(value, share)
-        return total, dx
+        return total, None if dx is None else dx.reshape(output.shape)
 
     def _tile(self, x: Array, ids: Array, factor: float) -> tuple[float | Array, Array | None]:
         """Return the mean loss of some rows, and the gradient of x."""

@@ -273,11 +273,6 @@ def draw_into(buffer: FlatBuffer, declared: Mapping[str, Parameter], seed: int) 
             target[...] = values
 
 
-def shapes_of(declared: Mapping[str, Parameter]) -> dict[str, Shape]:
-    """Return the shapes of parameters by name."""
-    return {name: parameter.shape for name, parameter in declared.items()}
-
-
 def decay_ranges(
     offsets: Mapping[str, int], decays: Mapping[str, bool], end: int
 ) -> list[tuple[int, int, bool]]:
@@ -400,7 +395,8 @@ class StageBuffers:
             (rest if name in frozen else trained)[name] = parameter
 
         def made(kind: np.dtype, some: Mapping[str, Parameter]) -> FlatBuffer:
-            return FlatBuffer(shapes_of(some), kind, device, dtype, memory_order(some))
+            shapes = {name: parameter.shape for name, parameter in some.items()}
+            return FlatBuffer(shapes, kind, device, dtype, memory_order(some))
 
         self.parameters = self.compute = made(wide, trained)
         draw_into(self.parameters, trained, seed)

@@ -36,23 +36,25 @@ class RopeScaling(ABC):
             if name == "kind" or (name == "attention_factor" and value is None):
                 continue
             fits = type(value) in (int, float) and 0 < value < math.inf
-            expected = "a finite number above 0"
             if name == "factor":
                 fits = fits and value >= 1
-                expected = "a finite number of at least 1"
             elif name == "original_positions":
-                fits = fits and type(value) is int
-                expected = "an integer of at least 1, the first length"
+                fits = type(value) is int and fits
             if not fits:
-                raise ArgumentError(f"{name} {of}", found=repr(value), expected=expected)
-        values = [numbers[name] for name in self.ordered]
-        if values and not values[0] < values[1]:
+                raise ArgumentError(
+                    f"{name} {of}",
+                    found=repr(value),
+                    expected="a finite number above 0: a factor of at least 1, an integer of "
+                    "positions",
+                )
+        if self.ordered:
             low, high = self.ordered
-            raise ArgumentError(
-                f"{low} and {high} {of}",
-                found=f"{values[0]} and {values[1]}",
-                expected=f"{low} below {high}",
-            )
+            if not numbers[low] < numbers[high]:
+                raise ArgumentError(
+                    f"{low} and {high} {of}",
+                    found=f"{numbers[low]} and {numbers[high]}",
+                    expected=f"{low} below {high}",
+                )
 
     @property
     def amplitude(self) -> float:

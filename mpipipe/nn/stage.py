@@ -25,7 +25,7 @@ from mpipipe.nn.layers.layer import (
     leaf,
     mixes,
 )
-from mpipipe.nn.layers.names import Names, no_branches_error, sum_of
+from mpipipe.nn.layers.names import Names, sum_of, value_of
 from mpipipe.nn.lora import merge
 from mpipipe.nn.parameters import FlatBuffer, StageBuffers, frozen_names
 from mpipipe.nn.rope import RopeTables
@@ -176,7 +176,11 @@ class Stage(Differentiable):
         if self.buffers.merged:
             self.before_write.append(partial(setattr, self.buffers, "written", True))
             merge(self, anew=True)
-        _mark_frozen(self.named_layers)
+        for _, layer in self.named_layers:
+            frozen_here = []
+            for _, inner in layer.walk(""):
+                frozen_here += [getattr(inner, f"{key}_grad") is None for key in inner.declared]
+            layer.frozen = bool(frozen_here) and all(frozen_here)
         self.end_backward(False)
 
     def __init_subclass__(cls) -> None:
@@ -410,10 +414,6 @@ class Stage(Differentiable):
         """
         if self.takes_branches:
             return
-        # The first stage hands on names of the inputs that none of its layers takes.
-        passes_on = number == 0 and gives
-        if not self.has_names and (takes or gives) and not passes_on:
-            raise no_branches_error(type(self).__name__, [*takes, *gives])
         # The first stage takes its names from the inputs, and hands on others that are there.
         missing = {*self.names.unclaimed} - {*gives}
         unknown = {*takes} - {*self.takes}
@@ -428,7 +428,9 @@ class Stage(Differentiable):
                 found=", ".join(words),
                 expected="for each name a skip from the stage that gives it to each other one that "
                 "takes it",
-                remedy="Pipeline(stages, stages.schedule, ...) of what mpipipe.cut returns",
+                remedy="Pipeline(stages, stages.schedule, ...) of what mpipipe.cut returns, of "
+                "layers such as nn.Keep and nn.Join; or a stage of your own, which takes "
+                "mpipipe.Branches",
             )
 
     def attach(self, number: int, poll: Callable[[], object], gives: Sequence[str] | None) -> None:
@@ -547,15 +549,7 @@ class Stage(Differentiable):
 
         A layer before has given it, or the input has it.
         """
-        values: dict[str, Tree] = getattr(self.position, "values", {})
-        if name not in values:
-            raise ArgumentError(
-                f"there is nothing under the name {name!r}",
-                found=", ".join(values) or "no names",
-                remedy="list it in `takes` of the layer; a layer before gives it, or the inputs "
-                "have it",
-            )
-        return values[name]
+        return value_of(getattr(self.position, "values", {}), name)
 
     def give(self, name: str, tree: Tree) -> None:
         """Give later layers something by a name, in a forward that lists it in `gives`.
@@ -620,27 +614,6 @@ def _knows_its_end(layer: Layer) -> bool:
     return "ends" in vars(type(layer))
 
 
-def _mark_frozen(named: Sequence[tuple[str, Layer]]) -> None:
-    """Let each layer know if all of its parameters are frozen; refuse parts where it cannot."""
-    for name, layer in named:
-        frozen = []
-        for _, inner in layer.walk(""):
-            frozen += [getattr(inner, f"{key}_grad") is None for key in inner.declared]
-        layer.frozen = bool(frozen) and all(frozen)
-        frozen_keys = []
-        for key in layer.declared:
-            if getattr(layer, f"{key}_grad") is None:
-                frozen_keys.append(key)
-        freezes_parts = vars(type(layer)).get("freezes_parts")
-        if 0 < len(frozen_keys) < len(layer.declared) and not freezes_parts:
-            raise ArgumentError(
-                f"layer {name} ({type(layer).__name__}) cannot train a part of its parameters",
-                found=", ".join(f"{key} frozen" for key in frozen_keys),
-                expected="all of them frozen, or none; or a class with freezes_parts = True, which "
-                "looks whether a gradient is None",
-            )
-
-
 def accepted_input(stage: Stage, x: object, named: bool = False, part: bool = False) -> Any:
     """Return an input, checked, on the device of the stage.
 
@@ -677,21 +650,13 @@ def accepted_input(stage: Stage, x: object, named: bool = False, part: bool = Fa
     integers = x.dtype.kind in "iu"
     wide = part and x.dtype == arrays.accumulator(stage.dtype)
     if x.dtype != stage.dtype and not wide and not (integers and first.takes_integers):
-        remedy = (
-            f"convert it with astype({str(stage.dtype)!r}) or build the stage with "
-            f"dtype={str(x.dtype)!r}"
-        )
-        if x.dtype.kind == "c":
-            remedy = (
-                "hand over real and imaginary parts as features, or let a stage of your own "
-                "compute with them"
-            )
         raise ArgumentError(
             "the input of a stage has the wrong dtype",
             stage=stage.index,
             found=str(x.dtype),
             expected=f"{stage.dtype}, or integers for an Embedding",
-            remedy=remedy,
+            remedy="convert it with astype, or build the stage with this dtype; of complex numbers "
+            "hand over real and imaginary parts",
         )
     if device == "cuda" and not x.flags.c_contiguous:
         raise ArgumentError(

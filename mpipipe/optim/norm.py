@@ -13,7 +13,7 @@ the norm and to name a gradient that is not finite.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import total_ordering
 from typing import NamedTuple, NoReturn, Protocol, TypeAlias
@@ -66,14 +66,11 @@ Report: TypeAlias = "tuple[list[float], list[NonFiniteParameter]]"
 
 
 class Norm:
-    """The norm over stages of this rank and of the ranks of `comm`, without names in `skip`."""
+    """The norm over stages of this rank and of the ranks of `comm`."""
 
-    def __init__(
-        self, stages: Sequence[object], comm: Communicator | None = None, skip: Collection[str] = ()
-    ) -> None:
+    def __init__(self, stages: Sequence[object], comm: Communicator | None = None) -> None:
         self.stages = tuple(stages)
         self.comm = comm
-        self.skip = frozenset(skip)
         self._group = None  # None if no rank is asked
         self._rank = None
         if comm is not None:
@@ -104,12 +101,20 @@ class Norm:
         if group is None:
             return _measured(*self._report(), scale)
         report = None
+        values: list[int] = []
         error = None
         try:
             report = self._report()
+            # They are enough for 700 binary digits. NaN: the sum is longer, or not finite.
+            parts = [math.nan]
+            if math.isfinite(sum(report[0])):
+                parts = expansion(report[0])
+            if len(parts) > VALUES:
+                parts = [math.nan]
+            values = np.array(parts + [0.0] * (VALUES - len(parts))).view(np.int64).tolist()
         except Exception as caught:
             error = caught
-        rows = group.agree(WHAT, values=_exact_sum(report), error=error)
+        rows = group.agree(WHAT, values=values, error=error)
         total = math.fsum(rows.view(np.float64).ravel())
         if not math.isnan(total):
             return MeasuredNorm(math.sqrt(total) / scale, None)
@@ -130,8 +135,7 @@ class Norm:
 
     def _names(self, stage: PipelineStage) -> list[str]:
         """Return the names of the parameters of a stage that count."""
-        left_out = self.skip | set(stage.tied_copies)
-        return [name for name in stage.gradients if name not in left_out]
+        return [name for name in stage.gradients if name not in stage.tied_copies]
 
     def _owners_here(self) -> list[NonFiniteParameter]:
         """Return rank, stage and name of each parameter of this rank that counts."""
@@ -169,21 +173,6 @@ def _measured(
     return MeasuredNorm(math.sqrt(math.fsum(squares)) / scale, None)
 
 
-def _exact_sum(report: Report | None) -> list[int]:
-    """Return the bits of the numbers that are the exact sum of squares here; NaN if unknown."""
-    if report is None:
-        return []
-    squares, _ = report
-    parts = [math.nan]
-    if math.isfinite(sum(squares)):
-        parts = expansion(squares)
-    # They are enough for 700 binary digits.
-    if len(parts) > VALUES:
-        parts = [math.nan]
-    bits = np.array(parts + [0.0] * (VALUES - len(parts))).view(np.int64)
-    return bits.tolist()
-
-
 def expansion(numbers: Iterable[float]) -> list[float]:
     """Return few numbers, of falling size, whose exact sum is that of the given ones.
 
@@ -215,7 +204,7 @@ class GlobalNorm(Norm):
     stages : sequence of stages
         The stages of this rank, those of the optimizer. Where they belong to a pipeline, it must
         have been built.
-    comm, skip : communicator or None, collection of str
+    comm : communicator or None
         As for `clip_by_global_norm`.
     replicas : communicator, optional
         The ranks with the same stages, as for `Pipeline`. They are asked as well whether NCCL can
@@ -244,10 +233,9 @@ class GlobalNorm(Norm):
         self,
         stages: Sequence[object],
         comm: Communicator | None = None,
-        skip: Collection[str] = (),
         replicas: Communicator | None = None,
     ):
-        super().__init__(stages, comm, skip)
+        super().__init__(stages, comm)
         group = self._group
         if group is None:
             return
@@ -283,22 +271,16 @@ class GlobalNorm(Norm):
         if self._group is not None:
             self._group.begin()
         with nullcontext() if self._group is None else self._group.failing(WHAT):
-            if list(map(id, stages)) != list(map(id, self.stages)):
+            same = list(map(id, stages)) == list(map(id, self.stages))
+            if self._row is not None:
+                same = same and self._owners_here() == self._owners[self._here]
+            if not same:
                 raise ArgumentError(
-                    "the stages of an optimizer are not those of the norm",
+                    "the stages of an optimizer, or the parameters that count, are not those of "
+                    "the norm",
                     found=f"{len(stages)} stages",
-                    expected=f"the same {len(self.stages)} that the GlobalNorm was made with, in "
-                    "their order",
-                )
-            if self._row is None:
-                return
-            now = self._owners_here()
-            before = self._owners[self._here]
-            if now != before:
-                raise ArgumentError(
-                    "the parameters that count in a norm have changed",
-                    found=f"{len(now)} on this rank",
-                    expected=f"the {len(before)} that there were when the GlobalNorm was made",
+                    expected=f"the {len(self.stages)} that the GlobalNorm was made with, in their "
+                    "order",
                     remedy="make it once the pipeline has been built",
                 )
 
@@ -402,22 +384,16 @@ class NormOfStep:
 
 
 def norm_of(
-    max_norm: float,
-    stages: Sequence[object],
-    comm: Communicator | None,
-    skip: Collection[str],
-    over: GlobalNorm | None,
+    max_norm: float, stages: Sequence[object], comm: Communicator | None, over: GlobalNorm | None
 ) -> Norm:
     """Return the norm for a function with these arguments: `over`, or one of the others."""
     if not max_norm > 0:
         raise ArgumentError("max_norm must be above 0", found=repr(max_norm), expected="above 0")
     if over is None:
-        return Norm(stages, comm, skip)
-    if comm is not None or skip:
+        return Norm(stages, comm)
+    if comm is not None:
         raise ArgumentError(
-            "a GlobalNorm has its own communicator and names to skip",
-            found="over with comm or skip",
-            expected="over alone",
+            "a GlobalNorm has its own communicator", found="over with comm", expected="over alone"
         )
     over._check(stages)
     return over

@@ -60,7 +60,21 @@ class FlatOptimizer:
             comm = runtime.resolve(replicas)
             together = group_of(comm).raise_together("optim: the stages of an optimizer")
         with together:
-            self._updated = _checked_stages(self.stages)
+            self._updated = as_stages(self.stages)
+            for number, stage in enumerate(self._updated):
+                dtype = stage.parameters.flat.dtype
+                of_gradients = stage.gradients.flat.dtype
+                is_full = dtype in (np.float32, np.float64) and of_gradients == dtype
+                if stage.parameters.flat.size and not is_full:
+                    raise ArgumentError(
+                        f"parameters of the optimizer's stage {number} are in {dtype}",
+                        stage=stage.index,
+                        found=f"parameters in {dtype}, gradients in {of_gradients}",
+                        expected="float32 or float64: in half precision most updates are lost when "
+                        "they are rounded",
+                        remedy="keep parameters in float32 and compute in half precision, by "
+                        "torch.autocast or a cast in JAX",
+                    )
             strange = [type(group).__name__ for group in groups if not isinstance(group, Group)]
             if strange:
                 raise ArgumentError(
@@ -119,28 +133,25 @@ class FlatOptimizer:
         with context:
             announce_write(self, *self._updated)
             self.steps += 1
-            for number in range(len(self._updated)):
-                self._step_of(number, rate, scale)
+            for number, stage in enumerate(self._updated):
+                share = self._share(number)
+                parameters = None
+                if shards is not None:
+                    parameters = shards.originals[number]
+                if parameters is None:
+                    parameters = stage.parameters.flat[slice(*share)]
+                gradients = stage.gradients.flat[slice(*share)]
+                buffers = [parameters, gradients, *self.state[number].values()]
+                copy = stage.kept_copy
+                # Pieces are cut in each step, since a pipeline may have shortened the parameters.
+                for start, stop, factor, decay in pieces(
+                    stage, self.groups, share, self.weight_decay
+                ):
+                    piece = [x[start - share[0] : stop - share[0]] for x in buffers]
+                    update = Update(scale, None if copy is None else copy[start:stop])
+                    self._update(stage.kernels, piece, rate * factor, decay, update)
                 if shards is not None:
                     shards.give(number)
-
-    def _step_of(self, number: int, rate: float, scale: float | DeviceArray) -> None:
-        """Update the share of a stage."""
-        stage = self._updated[number]
-        share = self._share(number)
-        parameters = None
-        if self._shards is not None:
-            parameters = self._shards.originals[number]
-        if parameters is None:
-            parameters = stage.parameters.flat[slice(*share)]
-        gradients = stage.gradients.flat[slice(*share)]
-        buffers = [parameters, gradients, *self.state[number].values()]
-        copy = stage.kept_copy
-        # Pieces are cut in each step, since a pipeline may have shortened the parameters.
-        for start, stop, factor, decay in pieces(stage, self.groups, share, self.weight_decay):
-            piece = [x[start - share[0] : stop - share[0]] for x in buffers]
-            update = Update(scale, None if copy is None else copy[start:stop])
-            self._update(stage.kernels, piece, rate * factor, decay, update)
 
     def whole_parameters(self) -> AbstractContextManager[None]:
         """Make `stage.parameters` whole within this context; collective.
@@ -335,26 +346,6 @@ class SGD(FlatOptimizer):
         parameters, gradients, *kept = buffers
         momentum = kept[0] if kept else None
         kernels.sgd(parameters, gradients, momentum, self.momentum, decay, rate, how)
-
-
-def _checked_stages(stages: Sequence[object]) -> list[PipelineStage]:
-    """Return the adapters of stages; raise ArgumentError for parameters that are no full floats."""
-    adapters = as_stages(stages)
-    for number, stage in enumerate(adapters):
-        dtype = stage.parameters.flat.dtype
-        of_gradients = stage.gradients.flat.dtype
-        is_full = dtype in (np.float32, np.float64) and of_gradients == dtype
-        if stage.parameters.flat.size and not is_full:
-            raise ArgumentError(
-                f"parameters of the optimizer's stage {number} are in {dtype}",
-                stage=stage.index,
-                found=f"parameters in {dtype}, gradients in {of_gradients}",
-                expected="float32 or float64: in half precision most updates are lost when they "
-                "are rounded",
-                remedy="keep parameters in float32 and compute in half precision, by "
-                "torch.autocast or a cast in JAX",
-            )
-    return adapters
 
 
 # -- Groups of parameters with their own learning rate and weight decay, as pieces of flat buffers

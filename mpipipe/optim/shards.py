@@ -40,14 +40,6 @@ DIFFER = "the replicas of an optimizer differ"
 SAMPLE = 256  # elements
 
 
-def shares_of(size: int, replicas: int) -> list[Range]:
-    """Cut a flat buffer into a share for each replica, at multiples of 64 elements."""
-    shares = []
-    for block in even_split(-(-size // ALIGNMENT), replicas):
-        shares.append((min(size, ALIGNMENT * block.start), min(size, ALIGNMENT * block.stop)))
-    return shares
-
-
 class Shards:
     """The shares of the replicas in the flat parameters of stages; made collectively."""
 
@@ -67,7 +59,15 @@ class Shards:
             message=DIFFER,
             remedy="give it the ranks with the same stages, such as mesh.replicas",
         )
-        self.ranges = [shares_of(stage.gradients.flat.size, self.group.size) for stage in stages]
+        # A share for each replica, at multiples of 64 elements.
+        self.ranges: list[list[Range]] = []
+        for stage in stages:
+            size = stage.gradients.flat.size
+            shares = []
+            for block in even_split(-(-size // ALIGNMENT), self.group.size):
+                stop = min(size, ALIGNMENT * block.stop)
+                shares.append((min(size, ALIGNMENT * block.start), stop))
+            self.ranges.append(shares)
         self.stages = list(stages)
         # The share of this replica, for stages whose originals are not whole here.
         self.originals: list[Array | None] = [None] * len(stages)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from mpipipe.errors import ArgumentError
 from mpipipe.job import Communicator
@@ -17,7 +17,6 @@ def clip_by_global_norm(
     stages: Sequence[StageLike],
     max_norm: float,
     comm: Communicator | None = None,
-    skip: Collection[str] = (),
     scale: float = 1.0,
     over: GlobalNorm | None = None,
 ) -> float:
@@ -35,22 +34,19 @@ def clip_by_global_norm(
         Above 0; infinity only measures.
     comm : communicator, optional
         Over which the stages of the model are spread: a collective call. None: all of them are
-        here.
-    skip : collection of str
-        Names of parameters that do not count. Copies of tied parameters (`Stage.tied_copies`) never
-        count twice.
+        here. Copies of tied parameters (`Stage.tied_copies`) do not count twice.
     scale : float
         Factor that the gradients carry, and go on carrying. Both norms are those of gradients /
         scale.
     over : GlobalNorm, optional
-        In place of `comm` and `skip`: the ranks may keep the norm on their GPUs.
+        In place of `comm`: the ranks may keep the norm on their GPUs.
 
     Raises
     ------
     NonFiniteError
         A gradient is NaN or infinite. All ranks raise it, and it names rank, stage and parameter.
     ArgumentError
-        `max_norm` is not above 0, or `over` comes with `comm` or `skip`, or is of other stages.
+        `max_norm` is not above 0, or `over` comes with `comm`, or is of other stages.
 
     Examples
     --------
@@ -62,7 +58,7 @@ def clip_by_global_norm(
     >>> stage.gradients["0.gain"]
     array([0.5, 0.5, 0.5, 0.5], dtype=float32)
     """
-    norm = norm_of(max_norm, stages, comm, skip, over)
+    norm = norm_of(max_norm, stages, comm, over)
     adapters = as_stages(stages)
     if norm.on_device:
         begun = NormOfStep(norm, max_norm, scale)
@@ -190,7 +186,6 @@ def scaled_step(
     max_norm: float = math.inf,
     lr: float | None = None,
     comm: Communicator | None = None,
-    skip: Collection[str] = (),
     over: GlobalNorm | None = None,
 ) -> float | NormOfStep | None:
     """Make a step of the optimizer with gradients that carry `scaler.scale`, and update the scaler.
@@ -208,7 +203,7 @@ def scaled_step(
         Above 0: larger gradients are clipped to it, without a pass of their own.
     lr : float, optional
         Overrides the learning rate for this step.
-    comm, skip, over : optional
+    comm, over : optional
         As for `clip_by_global_norm`.
 
     Raises
@@ -230,7 +225,7 @@ def scaled_step(
     >>> stage.parameters["0.gain"]
     array([0.5, 0.5, 0.5, 0.5], dtype=float32)
     """
-    norm = norm_of(max_norm, optimizer.stages, comm, skip, over)
+    norm = norm_of(max_norm, optimizer.stages, comm, over)
     scale = scaler.scale
     if norm.on_device:
         # On the GPU: compute the norm, then step or skip, without waiting for the host.

@@ -6,7 +6,7 @@ import pytest
 from mpipipe import attention, nn
 from mpipipe.errors import ArgumentError, MismatchError
 from mpipipe.job import inprocess
-from mpipipe.nn.layers.attend import Attend, AttendAdapter, as_attend
+from mpipipe.nn.layers.attend import as_attend
 
 
 class Bare:
@@ -58,15 +58,6 @@ def test_poll_is_shared_with_an_object_that_polls():
     bare = Bare()
     through(bare, poll)
     assert "poll" not in vars(bare)
-
-
-@pytest.mark.parametrize(
-    "make", [attention.Local, lambda: attention.KVCache(4), lambda: inprocess.run(1, attention.Ring)[0]]
-)
-def test_our_own_need_no_adapter(make):
-    attend = make()
-    assert as_attend(attend) is attend and isinstance(attend, Attend)
-    assert isinstance(as_attend(Bare()), AttendAdapter)
 
 
 def test_a_cache_has_no_backward():

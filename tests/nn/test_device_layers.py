@@ -160,10 +160,6 @@ def test_wrong_targets_are_refused_or_give_nan(gpu):
         nn.softmax_cross_entropy(logits, np.array([0, 3]))
     value, _ = nn.softmax_cross_entropy(logits, arrays.upload(np.array([0, 3])))
     assert math.isnan(arrays.download(value))
-    with pytest.raises(ArgumentError, match="output on the host"):
-        nn.softmax_cross_entropy(np.zeros((2, 3)), arrays.upload(np.zeros(2, int)))
-    with pytest.raises(ArgumentError, match="output on the host"):
-        nn.mean_squared_error(np.zeros((2, 3)), arrays.upload(np.zeros((2, 3))))
 
 
 def test_inputs_that_do_not_fit_the_stage_are_refused(gpu):

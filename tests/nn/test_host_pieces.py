@@ -9,7 +9,7 @@ from support.pieces import SMALL, WIDTH, new_pool, set_sizes
 from mpipipe import arrays, processor
 from mpipipe.nn import kernels
 from mpipipe.nn.kernels import AdamWNumbers, Update
-from mpipipe.nn.random import random_bits, random_key
+from mpipipe.nn.random import random_key
 from mpipipe.nn.rope import angles
 
 ROWS = 90
@@ -123,10 +123,3 @@ def test_the_pool_works_on_pieces_of_each_kernel(monkeypatch, pool):
         counts.clear()
         outcome(name, "float64")
         assert max(map(len, counts), default=0) > 1, name
-
-
-def test_random_bits_may_begin_anywhere():
-    key = random_key("b")
-    whole = random_bits(key, (1, 2, 3), 1000)
-    for first in (0, 16, 64, 992):
-        np.testing.assert_array_equal(random_bits(key, (1, 2, 3), 1000 - first, first), whole[first:])

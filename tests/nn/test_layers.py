@@ -194,38 +194,9 @@ def test_the_formula_is_over_the_last_axis(name, shape):
 
 @each_layer
 def test_gradients_agree_with_finite_differences(way, name):
+    """Also of inputs that are not contiguous."""
     make, shape, *_ = LAYERS[name]
-    check_stage(made(make()), RANDOM.standard_normal(shape))
-
-
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-@pytest.mark.parametrize("way", WAYS, indirect=True)
-@pytest.mark.parametrize("name", ["plane, stride, groups", "torus, stride", "circle, a group for each channel"])
-def test_gradients_of_a_convolution_are_sums_over_points(way, name, dtype):
-    """Of arrays that are not contiguous; halves are summed in float32 and rounded once."""
-    make, shape, dense, _ = LAYERS[name]
-    stage = made(make(), dtype)
-    layer, kind = stage.layers[0], arrays.dtype(dtype)
-    x = np.asfortranarray(RANDOM.standard_normal(shape).astype(kind))
-    y, saved = layer.forward(x)
-    dy = np.asfortranarray(RANDOM.standard_normal(y.shape).astype(kind))
-    dx, pending = layer.backward_input(dy, saved)
-    layer.backward_weight(pending)
-    found = y, dx, stage.gradients["0.weight"], stage.gradients["0.bias"]
-    wide = [np.asarray(array, np.float64) for array in (x, dy, layer.weight, layer.bias)]
-    sums = (sums_over_points(dense, *arguments) for arguments in (wide, map(np.abs, wide)))
-    for one, other, size in zip(found, *sums):
-        assert one.dtype == (kind if one is y or one is dx else arrays.accumulator(kind))
-        close(one, other, 200, size, dtype=arrays.accumulator(kind))
-
-
-def sums_over_points(dense, x, dy, weight, bias):
-    """(y, dx, gradients of weight and bias) by the outputs of all fields and weights that are 1 at one place."""
-    fields, weights = (np.eye(array.size).reshape(-1, *array.shape) for array in (x[0], weight))
-    axes = range(1, x.ndim)
-    dx = np.tensordot(dy, dense(fields, {"weight": weight}), (axes, axes)).reshape(x.shape)
-    dweight = np.reshape([np.vdot(dy, dense(x, {"weight": unit})) for unit in weights], weight.shape)
-    return dense(x, {"weight": weight, "bias": bias}), dx, dweight, dy.sum(tuple(axes)[:-1]).sum(0)
+    check_stage(made(make()), np.asfortranarray(RANDOM.standard_normal(shape)))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -376,7 +347,6 @@ REFUSED = {
     "a size that is no integer": (lambda: nn.Linear(2.0, 3), None, "positive integer"),
     "no width": (lambda: nn.FeedForward(4, 0), None, "positive integer"),
     "a list": (lambda: nn.Patches([2], (2,)), None, "size must have a size for each axis"),
-    "a patch of other rank": (lambda: nn.Patches((2,), (2, 2)), None, "as many axes"),
     "no modes": (lambda: nn.SpectralConv(2, 2, (0,)), None, r"modes\[0\] must be"),
     "groups": (lambda: nn.Conv(4, 6, (3,), groups=4), None, "groups must divide the channels"),
     "no window": (lambda: nn.Conv(4, 6, (3, 0)), None, r"width\[1\] must be a positive integer"),

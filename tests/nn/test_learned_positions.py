@@ -52,26 +52,6 @@ def test_a_position_without_a_row_is_named(positions, rows):
     assert caught.value.expected == "0 ... 8" and "max_positions" in caught.value.remedy
 
 
-@pytest.mark.parametrize("shape", [(3, 4), (2, 4, 4), (2, 3, 5)])
-def test_a_wrong_shape_is_named(shape):
-    with pytest.raises(ArgumentError, match="layer 0"):
-        made(positions=[0, 1, 2]).forward(np.zeros(shape))
-
-
-def test_a_sum_that_comes_in_is_kept_and_left_again():
-    """After a residual layer, whose output comes as two arrays, and before a norm, which takes two."""
-
-    def layers():
-        return [nn.PreNormResidual(nn.RMSNorm(4), nn.Linear(4, 4)), nn.LearnedPositions(9, 4), nn.LayerNorm(4)]
-
-    stage, x = nn.Stage(layers(), dtype="float64"), RANDOM.standard_normal((2, 3, 4))
-    check_stage(stage, x)
-    y = x
-    for first, layer in enumerate(layers()):
-        y = nn.Stage([layer], dtype="float64", first=first).forward(y)[0]
-    np.testing.assert_array_equal(stage.forward(x)[0], y)
-
-
 def test_graphs_may_record_it_unless_positions_move():
     assert not unrecordable(made()) and not unrecordable(made(Local()))
     assert not unrecordable(made(KVCache(9), positions=[1]))

@@ -4,8 +4,6 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support import dense
 from support.small_gpt import MODEL, build, parts_of, text
 from support.tolerance import bound, close, eps, largest, within
@@ -25,31 +23,14 @@ def test_a_float32_loss_is_summed_in_float64():
     assert gradient.dtype == np.float32
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    rows=st.integers(1, 9), vocab=st.integers(1, 60), size=st.sampled_from([1.0, 30.0, 1e4]), seed=st.integers(0, 99)
-)
-def test_cross_entropy_is_its_formula(rows, vocab, size, seed):
-    random = np.random.default_rng(seed)
-    logits = random.standard_normal((2, rows, vocab)) * size
-    target = random.integers(0, vocab, (2, rows))
-    value, gradient = nn.softmax_cross_entropy(logits, target)
-    shifted = logits - logits.max(-1, keepdims=True)
-    log_softmax = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    one_hot = np.eye(vocab)[target]
-    close(value, -np.mean(np.sum(log_softmax * one_hot, -1)), vocab + 2 * rows + 4, 1 + largest(shifted))
-    softmax = np.exp(log_softmax)  # a difference of logits is rounded, and becomes a relative error
-    close(gradient, (softmax - one_hot) / (2 * rows), vocab + 6, (softmax * (1 - shifted) + one_hot) / (2 * rows))
-
-
 @pytest.mark.parametrize(
     "loss, output, target, match",
     [
         (nn.softmax_cross_entropy, (2, 3), np.array([0, 3]), "out of range"),
         (nn.softmax_cross_entropy, (2, 3), np.zeros(2), "must be integers"),
         (nn.softmax_cross_entropy, (2, 3), np.zeros(3, int), "one target"),
-        (nn.mean_squared_error, (2, 3), np.zeros(3), "equal shapes"),
-        (nn.mean_squared_error, (0, 3), np.zeros((0, 3)), "equal shapes"),
+        (nn.mean_squared_error, (2, 3), np.zeros(3), "target of shape"),
+        (nn.mean_squared_error, (0, 3), np.zeros((0, 3)), "target of shape"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(loss, output, target, match):

@@ -169,9 +169,6 @@ class Both(nn.Layer):
 
 
 def test_a_layer_that_knows_nothing_of_it_is_frozen_as_a_whole():
-    with pytest.raises(ArgumentError, match=r"layer 0 \(Both\) cannot train a part") as caught:
-        nn.Stage([Both()], "float64", frozen=["0.first"])
-    assert "freezes_parts" in str(caught.value)
     stage = nn.Stage([Both(), Both()], "float64", frozen=["1.*"])
     y, saved = stage.forward(np.ones((2, 3)))
     assert stage.backward(y, saved).shape == (2, 3)

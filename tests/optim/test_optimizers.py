@@ -10,7 +10,7 @@ import pytest
 from support.gradients import fill, gradient_norm
 from support.tolerance import close
 
-from mpipipe import Pipeline, arrays, nn, optim, schedules
+from mpipipe import Pipeline, nn, optim, schedules
 from mpipipe.errors import ArgumentError
 from mpipipe.job import inprocess
 
@@ -160,22 +160,6 @@ def test_each_parameter_is_updated_by_the_numbers_of_its_group(make):
     }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_pieces_on_the_device_are_those_on_the_host(gpu, make, dtype):
-    """With the half copy that the update rounds to."""
-    stages = [grouped(dtype), grouped(dtype, "cuda")]
-    both = [make([stage], groups=GROUPS) for stage in stages]
-    for step in range(2):
-        for stage, optimizer in zip(stages, both):
-            fill([stage], step)
-            optimizer.step()
-            stage.refresh()
-    host, device = ([arrays.download(x) for x in (s.parameters.flat, s.compute.flat)] for s in stages)
-    for one, other, bits in zip(host, device, (20, 20 if dtype == "float32" else 7)):
-        np.testing.assert_allclose(one.astype("float64"), other.astype("float64"), rtol=2.0**-bits, atol=1e-6)
-
-
 def test_a_tied_parameter_goes_by_its_tie():
     """It has names of its own in each place, maybe on other ranks; the tie is the same."""
     stage = nn.Stage([nn.Embedding(4, 3, tie="tokens"), nn.Linear(3, 4, bias=False, tie="tokens")], "float64")
@@ -296,8 +280,6 @@ def test_the_norm_counts_users_stages_and_those_of_layers_together(pair):
     with optim.GlobalNorm([layers, mine], pair) as over:
         assert optim.clip_by_global_norm([layers, mine], 1.0, over=over) == pytest.approx(expected, rel=1e-14)
     assert gradient_norm([layers, mine], pair) == pytest.approx(1.0, rel=1e-14)
-    kept = np.sqrt(sum((mine.gradients[name] ** 2).sum() for name in ("w", "v")))
-    assert gradient_norm([mine], skip={"gain"}) == pytest.approx(kept, rel=1e-14)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -346,7 +328,7 @@ SCALES = [dict(initial=0.5), dict(initial=math.inf), dict(initial=math.nan), dic
 REFUSED = [
     *((partial(optim.clip_by_global_norm, [own()], limit), "max_norm") for limit in (0, -1.0, math.nan)),
     *((step_of(max_norm=limit), "max_norm") for limit in (0, -1.0, math.nan)),
-    (step_of(skip={"w"}, over=optim.GlobalNorm([own()])), "over with comm or skip"),
+    (lambda: inprocess.run(1, lambda comm: step_of(comm=comm, over=optim.GlobalNorm([own()]))()), "over with comm"),
     *((partial(optim.LossScaler, **keys), "wrong scaling of the loss") for keys in SCALES),
     *((partial(optim.warmup_cosine, *given), "wrong learning-rate curve")
       for given in ((-1, 5, 1.0, 0), (0, 0, 1.0, 0), (0, 5, 1.0, 6), (0, 5, 1.0, -1))),

@@ -87,7 +87,7 @@ def test_bytes_go_over_skips_between_ranks_and_over_none_within_one(comm):
     assert found == expected
 
 
-@pytest.mark.parametrize("ranks, kind, match", [(2, MismatchError, "schedule"), (1, ArgumentError, "knows nothing of")])
+@pytest.mark.parametrize("ranks, kind, match", [(2, MismatchError, "schedule"), (1, ArgumentError, "skips of the sch")])
 def test_ranks_with_other_skips_and_stages_of_layers_alone_are_refused(ranks, kind, match):
     def job(comm):
         schedule = with_skips(schedules.interleaved_1f1b(ranks, 4 // ranks, 3), {"a": (0, 2 + comm.rank)})
@@ -95,7 +95,7 @@ def test_ranks_with_other_skips_and_stages_of_layers_alone_are_refused(ranks, ki
         given = layers if ranks == 1 else skip_nets.model(schedule, comm.rank, 3)
         with pytest.raises(kind, match=match) as caught:
             Pipeline(given, schedule, comm, loss=dense.mean_squared)
-        assert ranks == 2 or ("stage 2" in str(caught.value) and "Stage at a" in str(caught.value))
+        assert ranks == 2 or ("stage 2" in str(caught.value) and "skip a" in str(caught.value))
 
     inprocess.run(ranks, job)
 

@@ -40,6 +40,6 @@ def watched(optimizer, device):
     return waits
 
 
-def gradient_norm(stages, comm=None, skip=(), scale=1.0):
+def gradient_norm(stages, comm=None, scale=1.0):
     """The norm of all gradients of the model: infinite or NaN where a gradient is."""
-    return Norm(stages, comm, skip).measure(scale).norm
+    return Norm(stages, comm).measure(scale).norm

@@ -50,7 +50,6 @@ class JaxLayer(ForeignLayer):
     """
 
     ends = False
-    freezes_parts = True
     mixes_positions = True
     cast_remedy = (
         "jax.tree.map(lambda x: x.astype(dtype), parameters); constants belong into the function"

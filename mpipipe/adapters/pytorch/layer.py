@@ -80,7 +80,6 @@ class TorchLayer(ForeignLayer):
     """
 
     ends = False
-    freezes_parts = True
     mixes_positions = True
     cast_remedy = (
         "module.to(dtype); for mixed precision float32 parameters and torch.autocast within forward"
@@ -370,7 +369,6 @@ class LossLayer(TorchLayer):
     """The parameters of a loss, in the buffers of a stage. Its output is its input."""
 
     ends = False
-    freezes_parts = True
     mixes_positions = False
 
     def __init__(self, loss: TorchLoss, place: int | None = None) -> None:

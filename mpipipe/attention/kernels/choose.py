@@ -28,7 +28,25 @@ def chosen(q: Array, k: Array, v: Array) -> AttentionKernel:
     Raises BackendError if the library that it names is not installed.
     """
     name = _named()
-    return load(_device_kernel(name, q, k, v) if arrays.is_device(q) else "host")
+    if not arrays.is_device(q):
+        return load("host")
+    if name == "cupy":
+        return load(name)
+    verdict = cudnn_graph.available()
+    refused = verdict.reason
+    if verdict.usable:
+        refused = cudnn_graph.refusal(q, k, v)
+    if name == "cudnn":
+        _require_cudnn(verdict)
+    elif refused:
+        return load("cupy")
+    if refused:
+        raise ArgumentError(
+            f"{VARIABLE}=cudnn asks for cuDNN, which does not do these arrays",
+            found=refused,
+            remedy=f"unset {VARIABLE}, and the CuPy kernels do what cuDNN does not",
+        )
+    return load("cudnn")
 
 
 def check_choice(device: str) -> None:
@@ -59,26 +77,6 @@ def _require_cudnn(verdict: cudnn_graph.CudnnVerdict) -> None:
 def load(name: str) -> AttentionKernel:
     """Return the kernel of this name; raises ImportError where its library is missing."""
     return cast(AttentionKernel, import_module(f"mpipipe.attention.kernels.{name}"))
-
-
-def _device_kernel(name: str, q: Array, k: Array, v: Array) -> str:
-    if name == "cupy":
-        return name
-    verdict = cudnn_graph.available()
-    if name == "cudnn":
-        _require_cudnn(verdict)
-    refused = verdict.reason
-    if verdict.usable:
-        refused = cudnn_graph.refusal(q, k, v)
-    if name == "cudnn" and refused:
-        raise ArgumentError(
-            f"{VARIABLE}=cudnn asks for cuDNN, which does not do these arrays",
-            found=refused,
-            remedy=f"unset {VARIABLE}, and the CuPy kernels do what cuDNN does not",
-        )
-    if refused:
-        return "cupy"
-    return "cudnn"
 
 
 def describe() -> str:

@@ -42,7 +42,25 @@ def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
     """As `AttentionKernel.forward`; `result` is C-contiguous, unless it is to be overwritten."""
     block = _fitting_block(block)
     if not overwrite:
-        _merge_slices(block, result)
+        # Slices of the same queries, merged BLOCKS at once.
+        # In a column each slice begins at the row where the one before ends.
+        columns: list[list[Slice]] = []
+        for part in sorted(block.slices, key=lambda part: part[:2]):
+            if columns and columns[-1][-1].q_stop == part.q_start:
+                columns[-1].append(part)
+            else:
+                columns.append([part])
+        for first in range(0, len(columns), BLOCKS):
+            pending = []
+            for column in columns[first : first + BLOCKS]:
+                start = column[0].q_start
+                stop = column[-1].q_stop
+                rows = new_result(block.q[:, start:stop], block.v, block.q.dtype, overwrite=True)
+                for part in column:
+                    _attend(block, part, rows, start)
+                    block.poll()
+                pending.append(PendingRows(*rows, np.int32(start), np.int32(stop)))
+            merge(pending, result)
         return
     dtype = block.q.dtype
     target = result
@@ -54,33 +72,6 @@ def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
     if target is not result:
         for place, x in zip(result, target):
             strided_copy(x, place)
-
-
-def _merge_slices(block: KVBlock, result: OutLse) -> None:
-    """Attend for all slices of the same queries, and merge BLOCKS of them at once."""
-    columns = _columns(block.slices)
-    for first in range(0, len(columns), BLOCKS):
-        pending = []
-        for column in columns[first : first + BLOCKS]:
-            start = column[0].q_start
-            stop = column[-1].q_stop
-            rows = new_result(block.q[:, start:stop], block.v, block.q.dtype, overwrite=True)
-            for part in column:
-                _attend(block, part, rows, start)
-                block.poll()
-            pending.append(PendingRows(*rows, np.int32(start), np.int32(stop)))
-        merge(pending, result)
-
-
-def _columns(slices: Sequence[Slice]) -> list[list[Slice]]:
-    """Return slices in lists; in a list each begins at the row where the one before ends."""
-    lists: list[list[Slice]] = []
-    for part in sorted(slices, key=lambda part: (part.q_start, part.q_stop)):
-        if lists and lists[-1][-1].q_stop == part.q_start:
-            lists[-1].append(part)
-        else:
-            lists.append([part])
-    return lists
 
 
 def _attend(block: KVBlock, part: Slice, result: OutLse, start: int) -> None:
@@ -109,8 +100,9 @@ def _plan(direction: str, given: Named, scale: float, part: Slice) -> cudnn_grap
     if request is None:
         return None
     if request.padded:
-        batch, seq = given["q"].shape[:2]
-        given |= _lengths(batch, seq, given["k"].shape[1])
+        where = arrays.cupy(), arrays.cupy().cuda.runtime.getDevice(), arrays.stream().ptr
+        for x, name in (("q", "q_lengths"), ("k", "k_lengths")):
+            given[name] = arrays.keep_for_graph(_full(*given[x].shape[:2], *where))
     return cudnn_graph.plan(request)
 
 
@@ -195,14 +187,6 @@ def _parts(given: Named, part: Slice) -> Named:
         start, stop = part[2:4] if name in OF_KEYS else part[:2]
         parts[name] = x if (start, stop) == (0, x.shape[1]) else x[:, start:stop]
     return parts
-
-
-def _lengths(batch: int, seq: int, keys: int) -> Named:
-    where = arrays.cupy(), arrays.cupy().cuda.runtime.getDevice(), arrays.stream().ptr
-    lengths = {}
-    for name, length in (("q_lengths", seq), ("k_lengths", keys)):
-        lengths[name] = arrays.keep_for_graph(_full(batch, length, *where))
-    return lengths
 
 
 @lru_cache(maxsize=64)

@@ -90,12 +90,11 @@ def check_arrays(q: Array, k: Array, v: Array) -> None:
     """Raise ArgumentError unless q, k and v are arrays that can attend to each other."""
     for name, array in (("q", q), ("k", k), ("v", v)):
         if not arrays.is_array(array) or array.dtype not in arrays.COMPUTE_DTYPES:
-            if arrays.is_array(array):
-                found = array.dtype
-            else:
-                found = type(array).__name__
-            expected = "array of float32 or float64, float16 or bfloat16"
-            raise ArgumentError(f"attention: {name}", found=str(found), expected=expected)
+            raise ArgumentError(
+                f"attention: {name}",
+                found=str(getattr(array, "dtype", type(array).__name__)),
+                expected="array of float32 or float64, float16 or bfloat16",
+            )
     devices = [arrays.device_of(array) for array in (q, k, v)]
     if len(set(devices)) > 1:
         raise ArgumentError(

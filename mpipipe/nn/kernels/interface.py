@@ -250,7 +250,7 @@ class Kernels(Protocol):
     # -- optimizers: flat arrays of one dtype, float32 or float64
 
     def adamw(
-        self, p: Array, g: Array, m: Array, v: Array, numbers: AdamWNumbers, update: Update = ...
+        self, p: Array, g: Array, m: Array, v: Array, numbers: AdamWNumbers, update: Update
     ) -> None:
         """Make one step of AdamW, in place.
 
@@ -268,7 +268,7 @@ class Kernels(Protocol):
         momentum: float,
         decay: float,
         rate: float,
-        update: Update = ...,
+        update: Update,
     ) -> None:
         """U = momentum u + g + decay p, then p -= rate u, in place; u is None without momentum."""
 

@@ -71,7 +71,6 @@ class SelfAttention(Layer):
     takes_integers = False
     recordable = True
     mixes_positions = True
-    freezes_parts = True
 
     qkv: Array
     out: Array
@@ -262,16 +261,12 @@ class SelfAttention(Layer):
     ) -> np.ndarray:
         if positions is None and seq == len(whole):
             return whole
-        numbers = np.arange(seq)
-        if positions is not None:
-            numbers = positions
-        outside = numbers.size and not 0 <= numbers.min() <= numbers.max() < len(whole)
-        if outside or positions is None:
+        if positions is None or (positions < 0).any():
             raise ArgumentError(
                 f"layer {self.name} (SelfAttention): the sequence is not that of the coordinates",
-                found=f"{seq} rows, at positions {numbers.min()} to {numbers.max()}",
+                found=f"{seq} rows",
                 expected=f"{len(whole)} positions, a row of coordinates for each",
                 remedy="hand in coordinates of the whole sequence, and attend=Ring(..., "
                 "layout=Layout(...)) for shards",
             )
-        return whole[numbers]
+        return whole[positions]

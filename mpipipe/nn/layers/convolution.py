@@ -66,7 +66,6 @@ class Conv(Layer):
 
     takes_integers = False
     recordable = True
-    freezes_parts = True
     ends = False
 
     weight: Array

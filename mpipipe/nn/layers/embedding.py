@@ -242,7 +242,6 @@ class Head(Linear):
 
     recordable = True
     mixes_positions = False
-    freezes_parts = True
 
     def __init__(self, inputs: int, outputs: int, tie: str | None = None, gain: float = 1.0):
         super().__init__(inputs, outputs, bias=False, tie=tie, gain=gain)

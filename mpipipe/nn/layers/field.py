@@ -44,14 +44,10 @@ class Patches(Layer):
     def __init__(self, size: tuple[int, ...], grid: tuple[int, ...], back: bool = False):
         check_axes("size", size)
         check_axes("grid", grid)
-        if len(size) != len(grid):
-            raise ArgumentError(
-                "a patch has as many axes as the grid", found=f"size {size}, grid {grid}"
-            )
         self.size = size
         self.grid = grid
         self.back = back
-        self.space = tuple(points * count for points, count in zip(size, grid))
+        self.space = tuple(points * count for points, count in zip(size, grid, strict=True))
 
     def forward(self, x: Array) -> WithSaved:
         if self.back:

@@ -21,7 +21,6 @@ split backward, in place of three.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -112,7 +111,7 @@ class HeadSlice(Layer):
     ):
         check_positive(inputs=inputs, vocab=vocab, of=of)
         check_slice_count(of, vocab)
-        if not isinstance(number, int) or not 0 <= number < of:
+        if not 0 <= number < of:
             raise ArgumentError(
                 "number of a slice of the head", found=repr(number), expected=f"0 ... {of - 1}"
             )
@@ -139,8 +138,8 @@ class HeadSlice(Layer):
             raise ArgumentError(
                 f"layer {self.name} (HeadSlice): slice {self.number} of {self.of} does not take "
                 "what comes to it",
-                found=f"a tuple of {len(parts)}" if isinstance(x, tuple) else "one array",
-                expected=f"what slice {self.number - 1} gives" if self.number else "one array",
+                found=f"{len(parts)} arrays",
+                expected=f"{1 + carried}, as the slice before gives",
                 remedy="put all slices of a head after one another, with labels or without",
             )
         check_features(self, parts[0], self.inputs)
@@ -293,9 +292,9 @@ def check_slices(entries: Sequence[object]) -> None:
     order = [(layer.number, layer.of) for layer in slices]
     last = entries[-1]
     ends = isinstance(last, Layer) and leaf(last, -1) is slices[-1]
-    apart = any(after - before > 1 for before, after in pairwise(places))
+    apart = places[-1] - places[0] >= len({*places})
     if apart or not ends or order != [(number, of) for number in range(of)]:
-        named = [f"slice {n} of {of} in layers[{at}]" for (n, of), at in zip(order, places)]
+        named = [f"slice {n} of {of}" for n, of in order]
         raise ArgumentError(
             "the slices of a head are not the last layers of the model, one after the other",
             found=f"{', '.join(named)}, and {len(entries)} layers",

@@ -179,18 +179,15 @@ class Layer(Differentiable):
         Whether it can be the first layer of a stage whose input is integers.
     uploads_integers : bool
         Whether it looks at integers on the host, and copies them to the GPU by itself.
-    freezes_parts : bool
-        Whether the layer can do with some of its parameters frozen: it leaves out a gradient that
-        is None. Subclasses do not inherit it. A layer whose parameters are all frozen is never
-        asked for `backward_weight`.
     frozen : bool
-        Whether all parameters in it are frozen, set when it is bound.
+        Whether all parameters in it are frozen, set when it is bound. `backward_weight` is never
+        called then.
     adapters : mapping of str to list of Adapter
         Low-rank adapters, by the name of their matrix.
     recordable : bool
         Whether CUDA graphs may record the layer: with inputs of the same shapes it does the same
         device work each time, and never lets the host wait for the device. Subclasses do not
-        inherit it either.
+        inherit it.
     mixes_positions : bool
         Whether y at a position, along axis 1, depends on x at others, and the layer needs whole
         sequences for that. A class says False where positions stand for themselves; subclasses do
@@ -234,7 +231,6 @@ class Layer(Differentiable):
     takes_integers = True
     uploads_integers = False
     recordable = False
-    freezes_parts = False
     frozen = False
     mixes_positions = True
     takes_any = False

@@ -43,7 +43,6 @@ class Linear(Layer):
     takes_integers = False
     recordable = True
     mixes_positions = False
-    freezes_parts = True
     ends = False
 
     weight: Array
@@ -163,7 +162,6 @@ class FeedForward(_TwoProducts):
 
     recordable = True
     mixes_positions = False
-    freezes_parts = True
 
     up: Array
     up_bias: Array | None = None
@@ -203,7 +201,6 @@ class SwiGLU(_TwoProducts):
 
     recordable = True
     mixes_positions = False
-    freezes_parts = True
 
     gate_up: Array
     gate_up_bias: Array | None = None

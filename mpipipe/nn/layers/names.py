@@ -13,7 +13,7 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from keyword import iskeyword
 from typing import TYPE_CHECKING, Any
@@ -89,13 +89,10 @@ def ends_of_names(
         else:
             giver, takers = ends[name]
             when = "a second time"
-            others = f" and layers[{giver}]"
             if giver is None:
                 when = f"after layers[{takers[0]}] has taken it"
-                others = ""
             raise ArgumentError(
                 f"layers[{place}] gives the name {name!r} {when}",
-                found=f"given by layers[{place}]{others}",
                 expected="one layer, or the input, that gives it before all layers that take it",
             )
     return ends
@@ -126,19 +123,21 @@ def handed(x: Tree, values: dict[str, Tree], names: Collection[str]) -> Tree:
     if isinstance(x, Branches):
         values.update(x.skips)
         x = x.main
-    missing = []
-    for name in names:
-        if name not in values:
-            missing.append(name)
-    if missing:
-        raise ArgumentError(
-            f"there is nothing under the name {missing[0]!r}, which a layer takes",
-            found=", ".join(values) or "no names",
-            remedy="a layer before gives it, or the inputs have it: mpipipe.Branches(x, name=...)",
-        )
     if not names:
         return x
-    return Branches(x, **{name: values[name] for name in names})
+    return Branches(x, **{name: value_of(values, name) for name in names})
+
+
+def value_of(values: Mapping[str, Tree], name: str) -> Tree:
+    """Return what stands under a name; raise ArgumentError where nothing does."""
+    if name not in values:
+        raise ArgumentError(
+            f"there is nothing under the name {name!r}",
+            found=", ".join(values) or "no names",
+            remedy="a layer lists it in `takes`; one before lists it in `gives` and gives it, or "
+            "the inputs have it: mpipipe.Branches(x, name=...)",
+        )
+    return values[name]
 
 
 def no_branches_error(stage: str, names: Sequence[str]) -> ArgumentError:
@@ -210,11 +209,7 @@ class Names(Differentiable):
             self.stage.position = before  # a backward finds no values of another micro-batch
         outputs = {}
         for name in self.goes_out:
-            if name not in values:
-                raise ArgumentError(
-                    f"a layer gives {name!r} by its attribute `gives`, and its forward did not"
-                )
-            outputs[name] = values[name]
+            outputs[name] = value_of(values, name)
         if outputs:
             y = Branches(y, **outputs)
         return y, (saved, handed)
@@ -246,14 +241,10 @@ class Names(Differentiable):
     def gradients_for(self, name: str, names: Collection[str], which: str) -> dict[str, Tree]:
         """Return the gradients of the backward under way; raise ArgumentError outside of one."""
         if self.gradients is None or name not in names:
-            problem = f"a name that is not in `{which}`"
-            if self.gradients is None:
-                problem = "no backward_input under way"
             raise ArgumentError(
                 f"a layer asks for the gradient of {name!r}, or adds to it",
-                found=problem,
-                expected="a call in backward_input, for a name of "
-                f"{', '.join(names) or 'which there is none'}",
+                found=f"no backward_input under way, or a name that is not in `{which}`",
+                expected=f"a call in backward_input, for one of {', '.join(names) or 'no names'}",
             )
         return self.gradients
 
@@ -322,7 +313,7 @@ class Join(Layer):
         self.takes = (checked_name(name),)
         self.axis = axis
         self.mixes_positions = axis not in (None, -1)
-        if axis == 0 or isinstance(axis, bool) or not (axis is None or isinstance(axis, int)):
+        if axis == 0:
             raise ArgumentError(
                 "axis of Join", found=repr(axis), expected="an axis after the first one, or None"
             )

@@ -92,7 +92,6 @@ class LayerNorm(_Norm):
 
     recordable = True
     mixes_positions = False
-    freezes_parts = True
 
     def __init__(self, dim: int, eps: float = 1e-5):
         super().__init__(dim, eps)
@@ -142,9 +141,7 @@ class Dropout(Layer):
             )
         # An element lives where 16 random bits reach it.
         self.threshold = round(probability * 65536)
-        self.scale = 0.0
-        if self.threshold < 65536:
-            self.scale = 65536 / (65536 - self.threshold)
+        self.scale = 65536 / max(1, 65536 - self.threshold)
 
     def unrecordable(self) -> str:
         if self.threshold:

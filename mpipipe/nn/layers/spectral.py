@@ -41,7 +41,6 @@ class SpectralConv(Layer):
     """
 
     takes_integers = False
-    freezes_parts = True
 
     weight: Array
 

@@ -20,7 +20,6 @@ OPTIMIZER = HERE / "optimizer.cu"
 SQUARES = HERE / "squares.cu"
 FLOAT64 = np.dtype(np.float64)
 CHUNK = 1 << 15  # elements whose squares one block sums
-WHOLE = Update()
 
 
 def adamw(
@@ -29,7 +28,7 @@ def adamw(
     m: DeviceArray,
     v: DeviceArray,
     numbers: AdamWNumbers,
-    update: Update = WHOLE,
+    update: Update,
 ) -> None:
     """Make one step of AdamW, in place."""
     b1, b2, eps, rate, correction1, correction2, shrink = numbers
@@ -46,7 +45,7 @@ def sgd(
     momentum: float,
     decay: float,
     rate: float,
-    update: Update = WHOLE,
+    update: Update,
 ) -> None:
     """Make one step of gradient descent, in place; u is None without momentum."""
     if u is None:

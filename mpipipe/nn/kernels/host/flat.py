@@ -13,16 +13,9 @@ from mpipipe.nn.kernels.host import ELEMENTS, HostArray, blocks
 from mpipipe.nn.kernels.interface import AdamWNumbers, Update
 from mpipipe.processor import each
 
-WHOLE = Update()
-
 
 def adamw(
-    p: HostArray,
-    g: HostArray,
-    m: HostArray,
-    v: HostArray,
-    numbers: AdamWNumbers,
-    update: Update = WHOLE,
+    p: HostArray, g: HostArray, m: HostArray, v: HostArray, numbers: AdamWNumbers, update: Update
 ) -> None:
     """Make one step of AdamW, in place."""
     b1, b2, eps, rate, correction1, correction2, shrink = numbers
@@ -58,7 +51,7 @@ def sgd(
     momentum: float,
     decay: float,
     rate: float,
-    update: Update = WHOLE,
+    update: Update,
 ) -> None:
     """Make one step of gradient descent, in place; u is None without momentum."""
 
