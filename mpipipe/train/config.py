@@ -18,7 +18,7 @@ from mpipipe.job import parse_duration, parse_signals
 from mpipipe.options import Values, document, key_of, option, read_fields
 from mpipipe.planning import parse_bytes
 from mpipipe.schedules import full_name, is_path
-from mpipipe.text import as_word, near
+from mpipipe.text import near
 
 # What a plan decides.
 PLANNED = ("schedule", "chunks", "microbatches", "partition", "recompute", "recompute_limit")
@@ -249,35 +249,6 @@ class ClusterOptions:
     )
 
 
-# -- What other programs, or earlier versions, have as an option -----------------------------------
-
-# What has no option here, and what to do instead.
-_WITHOUT = {
-    "on_storage_error": "a checkpoint that cannot be written ends the training, and --resume auto "
-    "goes on from the one before",
-    "temperature": "the sample of a training has the temperature 0.8: `mpipipe generate "
-    "--temperature` draws others",
-    "metrics_to": "metrics.jsonl has every number, one JSON object a line: give --tensorboard for "
-    "TensorBoard",
-    "data_parallel data_parallel_size dp dp_size "
-    "replicas": "the replicas are all ranks divided by pipe x seq: give pipe and seq",
-    "micro_batch_size microbatch_size per_device_batch_size "
-    "per_device_train_batch_size": "a micro-batch has batch / "
-    "(replicas x microbatches) sequences: give batch and microbatches",
-    "tensor_model_parallel_size tensor_parallel tensor_parallel_size tp "
-    "tp_size": "layers are not divided over ranks: "
-    "give pipe for large models, and seq for long sequences",
-    "init": "give --from: a training of text takes architecture and weights from one folder",
-    "save_as save_dtype": "a training leaves weights: `mpipipe convert RUN FOLDER --dtype "
-    "bfloat16` makes a folder of Hugging Face of them",
-    "survive": "save checkpoints (save_every), and start a job that has ended again with resume = "
-    "auto",
-}
-INSTEAD: dict[str, str] = {}
-for _names, _remedy in _WITHOUT.items():
-    INSTEAD.update(dict.fromkeys(_names.split(), _remedy))
-
-
 # -- One configuration of all options --------------------------------------------------------------
 
 
@@ -375,13 +346,11 @@ class TaskConfig(ClusterOptions, OutputOptions, TrainingOptions, ParallelOptions
                 if value is None:
                     continue
                 if name not in names.values():
-                    remedy = INSTEAD.get(as_word(key))
-                    expected = ", ".join(names)
-                    if remedy is None:
-                        remedy = "`mpipipe train --help` explains each"
-                        expected = " or ".join(near(key, names)) or expected
                     raise ConfigError(
-                        f"unknown key in {source}", found=key, expected=expected, remedy=remedy
+                        f"unknown key in {source}",
+                        found=key,
+                        expected=" or ".join(near(key, names)) or ", ".join(names),
+                        remedy="`mpipipe train --help` explains each",
                     )
                 values[name] = value
         if values.get("plan") == "auto":

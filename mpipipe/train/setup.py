@@ -12,7 +12,7 @@ from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, Preemption, RankGroup, group_of, inprocess, runtime, watching
 from mpipipe.planning import check_training
 from mpipipe.train import output_folder, report
-from mpipipe.train.config import TaskConfig, read_keys
+from mpipipe.train.config import TaskConfig
 from mpipipe.train.report import NullReporter, Record, Reporter
 from mpipipe.train.task import Task
 from mpipipe.train.task_calls import Reader, call, layers_of
@@ -72,7 +72,7 @@ def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Rec
 def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path) -> Record:
     device = select_device(config.device, mesh.comm)
     group = group_of(mesh.comm)
-    trace = trace_folder(mesh.comm, config, out)
+    trace = trace_folder(mesh.comm, config)
     with ExitStack() as stack:
         stack.enter_context(arrays.own_stream(device))
         task.find_data(group)
@@ -178,7 +178,7 @@ def load(run: str | Path, device: str = "cpu") -> tuple[Task, nn.Stage]:
     ArgumentError
         The weights are damaged.
     """
-    config = replace(_config_of(run), seq=1)
+    config = replace(TaskFileConfig.load(str(Path(run, output_folder.CONFIG))), seq=1)
 
     def work(comm: Communicator) -> tuple[Task, nn.Stage]:
         task = load_task(str(config.task), config.set, comm)
@@ -195,19 +195,6 @@ def load(run: str | Path, device: str = "cpu") -> tuple[Task, nn.Stage]:
         return task, stage
 
     return inprocess.run(1, work)[0]
-
-
-def _config_of(run: str | Path) -> TaskFileConfig:
-    path = str(Path(run, output_folder.CONFIG))
-    if not files.exists(path) or "task" not in read_keys(path):
-        raise ConfigError(
-            "the folder is not that of a task in a file",
-            found=str(run),
-            expected="the --out folder of `mpipipe train FILE.py`",
-            remedy="for a task of a script: nn.Stage of its layers, and checkpoint.load of the "
-            "folder weights",
-        )
-    return TaskFileConfig.load(path)
 
 
 def export(run: Path, target: Path) -> str:

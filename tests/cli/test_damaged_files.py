@@ -12,7 +12,6 @@ from support.command_line import invoke
 from support.token_files import random_documents, write_megatron, write_tokens
 
 from mpipipe import schedules
-from mpipipe.cli import train
 from mpipipe.errors import DataError, MpipipeError
 from mpipipe.job import settings
 from mpipipe.language import data
@@ -169,8 +168,7 @@ def test_a_regular_expression_without_end_is_an_error_of_the_tokenizer(tmp_path)
 @pytest.fixture
 def refused(monkeypatch):
     """refused(words): the report of a command of one process that refuses its arguments."""
-    for module in (settings, train):
-        monkeypatch.setattr(module, "launcher_size", lambda environment: None)
+    monkeypatch.setattr(settings, "launcher_size", lambda environment: None)
 
     def refused(*words):
         with watched(words):

@@ -4,7 +4,6 @@ import pytest
 from support.command_line import invoke
 from support.text_plan import text_plan
 
-from mpipipe.cli import train
 from mpipipe.cli.info import _show
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.job import settings
@@ -21,8 +20,7 @@ def test_one_process_alone_has_neither_a_job_nor_a_rank():
 @pytest.fixture
 def alone(monkeypatch):
     """A process that no launcher has started."""
-    for module in (settings, train):
-        monkeypatch.setattr(module, "launcher_size", lambda environment: None)
+    monkeypatch.setattr(settings, "launcher_size", lambda environment: None)
 
 
 @pytest.mark.parametrize(
@@ -98,15 +96,6 @@ def test_an_empty_text_in_a_configuration_is_refused(keys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        # what is gone names what to use
-        (["jobscript", "slurm"], "remedy: copy a job script: jobs/train.sbatch"),
-        (["launch", "--", "mpiexec"], "remedy: start the job without it"),
-        (["train", "--survive"], "remedy: save checkpoints"),
-        (["train", "--metrics-to", "csv"], "remedy: metrics.jsonl has every number"),
-        (["train", "--on-storage-error", "end"], "remedy: a checkpoint that cannot be written ends the training"),
-        (["train", "--temperature", "1"], "remedy: the sample of a training has the temperature 0.8"),
-        (["completion", "bash"], "remedy: `mpipipe COMMAND --help` lists"),
-        (["draw", "split"], "remedy: `mpipipe train --trace DIR` prints"),
         # an empty text is refused before anything runs
         (["train", "--out", ""], ": it is empty\n"),
         (["train", "--data", "", "--data", "here"], ": it is empty\n"),

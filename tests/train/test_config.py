@@ -8,7 +8,6 @@ import pytest
 from mpipipe.errors import ConfigError
 from mpipipe.options import kinds_of, option_of
 from mpipipe.train import TrainConfig
-from mpipipe.train.config import INSTEAD
 from mpipipe.train.task_calls import make_scaler
 
 KINDS = kinds_of(TrainConfig)
@@ -96,13 +95,3 @@ def test_files_that_are_missing_or_not_toml_are_refused(toml, tmp_path):
     for path, match in ((str(tmp_path / "absent.toml"), "cannot be read"), (toml("steps: 3"), "not TOML")):
         with pytest.raises(ConfigError, match=match):
             TrainConfig.load(path)
-
-
-def test_what_has_no_option_here_is_none():
-    assert not set(INSTEAD) & set(KINDS)
-
-
-def test_what_follows_from_other_options_comes_with_how_and_not_with_a_likely_name():
-    with pytest.raises(ConfigError) as caught:
-        TrainConfig.load(micro_batch_size=4)
-    assert "batch / (replicas x microbatches)" in caught.value.remedy and " or " not in caught.value.expected

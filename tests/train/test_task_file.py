@@ -219,12 +219,9 @@ def test_an_export_that_cannot_be_is_one_report_and_no_file(waves, alone, tmp_pa
     cases = [
         ((tmp_path / "run", target), "Waves.state_name gives no name of its own to"),
         ((tmp_path / "run", target, "--dtype", "float32"), "are for folders"),
-        ((tmp_path, target), "not that of a task in a file"),
-        ((tmp_path / "absent", target), "not that of a task in a file"),
+        ((tmp_path, target), "config file cannot be read"),
+        ((tmp_path / "absent", target), "config file cannot be read"),
     ]
-    (tmp_path / "config.toml").write_text("dim = 8\n")  # a training of text
-    with pytest.raises(ConfigError, match=r"not that of a task in a file(.|\n)*checkpoint.load"):
-        train_room.load(tmp_path)
     for words, text in cases:
         ended = invoke("convert", *map(str, words))
         assert ended.code and text in ended.report and not target.exists()
@@ -322,8 +319,7 @@ def test_check_names_the_layer_and_the_loss_whose_gradient_is_wrong(waves, alone
     assert invoke("train", str(waves), "--check").code == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == [
-        "layers[0] Linear", "layers[1] Gelu", "layers[2] Linear", "ties", "state in checkpoints", "between layers",
-        "whole backward in I, and nothing left for W", "loss", "mpipipe"]  # fmt: skip
+        "layers[0] Linear", "layers[1] Gelu", "layers[2] Linear", "loss", "mpipipe"]  # fmt: skip
     loss = "def loss(self, output, target):\n        return float(((output - target) ** 2).mean()), output - target"
     wrong = WAVES.replace("nn.Gelu()", "Doubled()").replace("loss = staticmethod(nn.mean_squared_error)", loss)
     waves.write_text(wrong + DOUBLED)
