@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from signal import Signals
-from typing import Any, Self
+from typing import Self
 
 from mpipipe import files
 from mpipipe.errors import ArgumentError, ConfigError
@@ -379,7 +378,7 @@ MOST_BYTES = 1 << 27
 
 
 def read_keys(name: str | None) -> Values:
-    """Return the keys of a TOML file. ConfigError where it cannot be read, or has a table."""
+    """Return the keys of a TOML file. ConfigError where it cannot be read."""
     if name is None:
         return {}
     try:
@@ -389,25 +388,7 @@ def read_keys(name: str | None) -> Values:
             keys = tomllib.loads(files.read_text(name, MOST_BYTES))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"the config file is not TOML: {error}", found=name) from error
-    for key, value in keys.items():
-        if isinstance(value, dict):
-            raise ConfigError(
-                "the config file has a table",
-                found=f"[{key}] in {name}",
-                expected="keys at the top level, without tables",
-                remedy=f"leave out the line [{key}]: its keys are known without it",
-            )
-        keys[key] = _as_given(value)
     return keys
-
-
-def _as_given(value: object) -> Any:
-    """Return a value as the command line has it: names in the encoding of the file system."""
-    if isinstance(value, list):
-        return list(map(_as_given, value))
-    if isinstance(value, str):
-        return os.fsdecode(value.encode())
-    return value
 
 
 def toml_line(key: str, value: object) -> str:

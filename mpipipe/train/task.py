@@ -34,9 +34,6 @@ Loss: TypeAlias = "Callable[..., Any]"
 Shape: TypeAlias = "tuple[int, ...]"
 Stages: TypeAlias = "Sequence[nn.Stage]"
 
-# What a task has to have.
-NEEDED = ("layers", "loss", "batch", "validation")
-
 
 @dataclass(frozen=True)
 class TaskSource:
@@ -258,11 +255,8 @@ class Task:
             if not any(group._has(entry.tie or name, entry.shape) for name, entry in entries):
                 unfit.append(("groups", f"{group.match}"))
         for what, pattern in unfit:
-            of_adapter = ""
-            if any(map(nn.is_adapter, names)):
-                of_adapter = " of an adapter"
             raise ConfigError(
-                f"a pattern of {what} fits no parameter{of_adapter}",
+                f"a pattern of {what} fits no parameter",
                 found=pattern,
                 expected=f"one that fits names such as {', '.join(names[:4])}",
                 remedy="docs/finetuning.md has those of a GPT; a * in a pattern fits anything",
@@ -358,16 +352,11 @@ class Task:
     def parameters_in_words(self) -> str:
         """Return how many parameters there are, and how many are trained if not all of them."""
         everything = declared(self.outline)
-        entries = self.trained()
         count = count_once(everything)
-        trained = count_once(entries)
+        trained = count_once(self.trained())
         if trained == count:
             return f"{count:,} parameters"
-        if not all(map(nn.is_adapter, entries)):
-            return f"{count:,} parameters of which {trained:,} are trained"
-        rest = {name: entry for name, entry in everything.items() if not nn.is_adapter(name)}
-        adapters = f"and {trained:,} of adapters, which alone are trained"
-        return f"{count_once(rest):,} parameters {adapters}"
+        return f"{count:,} parameters of which {trained:,} are trained"
 
     def beginning(self) -> str:
         """Return where the weights come from at the begin; "" where they are drawn."""

@@ -75,18 +75,6 @@ def test_heads_that_do_not_fit_are_mended_with_options_that_there_are(dim, heads
         text_plan(TrainConfig(**{"dim": dim, "heads": heads, name: int(number)}))
 
 
-@pytest.mark.parametrize(
-    ("content", "table"), [("steps = 3\n[model]\ndim = 64\n", "model"), ("train.lr = 1\n", "train")]
-)
-def test_a_table_in_a_configuration_is_named(tmp_path, content, table):
-    path = tmp_path / "job.toml"
-    path.write_text(content)
-    with pytest.raises(ConfigError, match="the config file has a table") as caught:
-        TrainConfig.load(str(path))
-    assert caught.value.found == f"[{table}] in {path}"
-    assert caught.value.remedy == f"leave out the line [{table}]: its keys are known without it"
-
-
 @pytest.mark.parametrize("keys", [{"out": ""}, {"data": ("here", "")}, {"from_": ""}, {"trace": ""}])
 def test_an_empty_text_in_a_configuration_is_refused(keys):
     with pytest.raises(ConfigError, match="is empty"):

@@ -16,7 +16,6 @@ from support.training_tolerance import curve, path
 from mpipipe import optim
 from mpipipe.errors import ArgumentError, BackendError, ConfigError, DataError, MismatchError, NonFiniteError
 from mpipipe.language import data
-from mpipipe.language.data import listing
 from mpipipe.language.models import GPT
 from mpipipe.language.models.model_folder import open_model
 from mpipipe.planning.layer_plan import LayerPlan
@@ -170,27 +169,22 @@ def test_ranks_with_different_settings_are_told(comm, config):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_ranks_without_the_data_of_rank_0_are_told(comm, config, monkeypatch, mpi_tmp_path):
-    chosen = config(data=[], pipe=comm.size)
-    if comm.rank == comm.size - 1:
-        monkeypatch.setattr(listing, "library_folder", lambda: mpi_tmp_path / "elsewhere")
-    with pytest.raises(DataError, match=f"rank {comm.size - 1}: data cannot be read"):
-        train(chosen, GPT, comm)
-    assert not Path(chosen.out).exists()
-
-
-@pytest.mark.mpi(min_size=2)
-def test_ranks_with_other_contents_of_the_same_name_and_size_are_told(comm, config, mpi_tmp_path):
-    own = mpi_tmp_path / str(comm.rank)
+@pytest.mark.parametrize(
+    ("has", "error", "text"),
+    [(True, MismatchError, "contents(.|\n)*other data on rank {}"), (False, DataError, "rank {}: data cannot be read")],
+)
+def test_ranks_that_see_other_data_or_none_are_told(comm, config, mpi_tmp_path, has, error, text):
+    own, last = mpi_tmp_path / str(comm.rank), comm.rank == comm.size - 1
     own.mkdir()
-    (own / "text.txt").write_bytes((b"%d" % (comm.rank == comm.size - 1)) * 5000)
+    if has or not last:
+        (own / f"{has}.txt").write_bytes((b"%d" % last) * 5000)
     os.chdir(own)
     try:
-        with pytest.raises(MismatchError, match="contents") as caught:
-            train(config(data=["text.txt"], pipe=comm.size), GPT, comm)
+        with pytest.raises(error, match=text.format(comm.size - 1)):
+            train(config(data=[f"{has}.txt"], pipe=comm.size), GPT, comm)
     finally:
         os.chdir("/")
-    assert caught.value.found == f"other data on rank {comm.size - 1}"
+    assert not Path(config().out).exists()
 
 
 @pytest.mark.few(False)

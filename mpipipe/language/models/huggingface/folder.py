@@ -118,7 +118,6 @@ def _indexed(folder: Path) -> dict[str, str]:
         raise ConfigError(
             f"{INDEX} of a model folder has no weight_map", found=str(path), remedy=COPY_AGAIN
         )
-    tensors: dict[object, str] = {}  # one in each file
     for name, file in places.items():
         plain = isinstance(file, str) and Path(file).name == file
         if not plain or not file.endswith(".safetensors"):
@@ -128,17 +127,6 @@ def _indexed(folder: Path) -> dict[str, str]:
                 expected="the name of a file .safetensors in the same folder, without a path",
                 remedy=COPY_AGAIN,
             )
-        tensors.setdefault(file, name)
-    for file, name in tensors.items():
-        try:
-            files.check_regular(folder / str(file))
-        except OSError as error:
-            raise ArgumentError(
-                f"a file of the model folder cannot be read: {error.strerror}",
-                found=f"{folder / str(file)}, which has {name}",
-                expected=f"all files that {INDEX} names",
-                remedy=COPY_AGAIN,
-            ) from error
     return places
 
 
