@@ -234,7 +234,7 @@ def test_sizes_and_costs_follow_the_description():
 )
 def test_options_that_make_no_sense_are_refused_by_name(options, match):
     with pytest.raises(ArgumentError, match=match) as caught:
-        GPT(**SIZES | options)
+        GPT(**SIZES | options).build(Local())
     assert caught.value.expected or caught.value.found
 
 
