@@ -267,10 +267,6 @@ class TaskConfig(ClusterOptions, OutputOptions, TrainingOptions, ParallelOptions
     def __post_init__(self) -> None:
         read_fields(self)
         # Values that contradict each other, or that no range tells.
-        for name in ("watchdog", "loss_scale"):
-            value = getattr(self, name)
-            if value is not None and 0 < value < 1:
-                raise ConfigError(f"{name} is too small", found=value, expected="0, or at least 1")
         if self.resume == "auto" and self.out is None:
             raise ConfigError(
                 "resume = auto without out",

@@ -350,7 +350,7 @@ def check_task(task: Task, seed: int, comm: Communicator, rows: int = 2) -> tupl
     alone = [x for x, _ in singles]
     names: list[dict[str, Tree]] = [{} for _ in singles]
     still = nn.Position(training=False)
-    findings = []
+    findings: list[Finding] = []
     right = True
     for place, (stage, x, output) in enumerate(chain(task, shard, rows)):
         module: object = stage.layers[0]

@@ -52,8 +52,8 @@ REFUSED = [  # (keys, words of the error)
             {"preempt_grace": -1.0}, {"keep": 0}, {"save_every": -1},
         )
     ),
-    *(({"loss_scale": wrong}, "loss_scale") for wrong in (-1, 0.5, math.inf)),
-    *(({"watchdog": wrong}, "watchdog") for wrong in (0.5, -1, math.nan)),
+    *(({"loss_scale": wrong}, "loss_scale") for wrong in (-1, math.inf)),
+    *(({"watchdog": wrong}, "watchdog") for wrong in (-1, math.nan)),
     ({"optimizer": "adam"}, "optimizer(.|\\n)*adamw"),
     ({"dtype": "int8"}, "dtype(.|\\n)*float32"),
     ({"device": "gpu"}, "device(.|\\n)*auto"),

@@ -2,9 +2,7 @@
 
 import json
 import random
-import threading
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,8 +12,6 @@ from mpipipe import nn
 from mpipipe.cli.output import naming_exits
 from mpipipe.errors import ConfigError, MpipipeError
 from mpipipe.job import inprocess
-from mpipipe.planning import memory
-from mpipipe.planning.memory import tracing
 from mpipipe.train import Task, TaskConfig, TaskFileConfig, load_task, run
 from mpipipe.train.setup import export
 
@@ -159,31 +155,6 @@ def test_a_file_in_an_encoding_of_its_own_is_read_as_python_reads_it(tmp_path, e
 
     inprocess.run(1, work)
     assert tasks[0].name == "caf\xe9" and (tmp_path / "run" / "waves.py").read_bytes() == file.read_bytes()
-
-
-def test_the_trace_of_memory_is_not_stopped_beside_threads_of_a_user(monkeypatch):
-    """Python may end the process by SIGSEGV where another thread allocates meanwhile."""
-    calls = []
-    trace = SimpleNamespace(
-        is_tracing=lambda: False, start=lambda: calls.append("start"), stop=lambda: calls.append("stop")
-    )
-    monkeypatch.setattr(memory, "tracemalloc", trace)
-    monkeypatch.setattr(memory, "UNTRACED", set())
-    stop = threading.Event()
-    users = threading.Thread(target=stop.wait)
-    # those that libraries of other tests have left go on
-    threads = [threading.main_thread(), threading.Thread(name="mpipipe watchdog of a test")]
-    monkeypatch.setattr(threading, "enumerate", lambda: threads)
-    with tracing():
-        threads.append(users)
-        users.start()
-    assert calls == ["start"]
-    threads.remove(users)
-    stop.set()
-    users.join()
-    with tracing():
-        pass
-    assert calls == ["start", "start", "stop"]
 
 
 class Reads(Task):
