@@ -138,19 +138,13 @@ def _reporter(trainer: Trainer, device: str, start: checkpoint.Checkpoint | None
                 reporter.say(
                     f"mpipipe: a checkpoint after the one that is resumed is now called {path}"
                 )
-        chosen = {
-            "device": device,
-            "pipe": mesh.pipe.size,
-            "microbatches": trainer.pipeline.schedule.microbatches,
-        }
-        keys = output_folder.resolved(config, task, chosen)
-        try:
+            chosen = {
+                "device": device,
+                "pipe": mesh.pipe.size,
+                "microbatches": trainer.pipeline.schedule.microbatches,
+            }
+            keys = output_folder.resolved(config, task, chosen)
             output_folder.write(out, keys, surroundings, task)
-        except OSError as error:
-            reporter.warn(
-                f"mpipipe: {error.filename} cannot be written: {error.strerror}; the training "
-                "goes on"
-            )
         return reporter
 
 
