@@ -121,7 +121,13 @@ class Trainer:
         """Take the state of a checkpoint or a new one, and rehearse the first batches."""
         stages = self.stages
         if start is not None:
-            self._load(start)
+            state = start.state
+            checkpoint.load(start.path, self.mesh, stages, self.optimizer)
+            self.done = start.step
+            self.record = Record.of(state["record"])
+            self.pipeline.steps_taken = state["random"]["steps_taken"]
+            for name, value in state["loss_scale"].items():
+                setattr(self.scaler, name, value)
         else:
             with self.whole_parameters():
                 output_folder.begin(self.config, self.task, self.mesh, stages)
@@ -262,17 +268,6 @@ class Trainer:
             "random": {"steps_taken": self.pipeline.steps_taken},
             "loss_scale": {"scale": scaler.scale, "good": scaler.good, "skipped": scaler.skipped},
         }
-
-    def _load(self, start: checkpoint.Checkpoint) -> None:
-        """Continue after a checkpoint; collective. Raises ArgumentError on every rank."""
-        checkpoint.load(start.path, self.mesh, self.stages, self.optimizer)
-        self.record = Record.of(start.state["record"])
-        scale = start.state["loss_scale"]
-        self.scaler.scale = scale["scale"]
-        self.scaler.good = scale["good"]
-        self.scaler.skipped = scale["skipped"]
-        self.pipeline.steps_taken = start.state["random"]["steps_taken"]
-        self.done = start.step
 
     def whereabouts(self) -> str:
         """Return after which step this is, and in a second line how to go on."""
