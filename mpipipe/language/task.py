@@ -17,7 +17,7 @@ from mpipipe import arrays, nn
 from mpipipe.attention import slice_lengths
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
-from mpipipe.job import Communicator, RankGroup, group_of, runtime
+from mpipipe.job import Communicator, RankGroup, group_of, runtime, write
 from mpipipe.language.config import FROM_FOLDER, TrainConfig
 from mpipipe.language.data import DataListing, Source, Tokens
 from mpipipe.language.data.windows import read_windows, segments, training_starts, validation_starts
@@ -32,7 +32,7 @@ from mpipipe.nn import without_adapters, worth_tiles
 from mpipipe.options import Values
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan
-from mpipipe.train import Pair, Record, Shard, Task, absolute, check_same_config, folded, run, warn
+from mpipipe.train import Pair, Record, Shard, Task, absolute, check_same_config, folded, run
 
 # The sample at the end of a training continues so much validation text.
 PROMPT_BYTES = 32
@@ -242,9 +242,9 @@ class TextTask(Task):
         if not self.everywhere or mesh.rank != 0 or self.source is None:
             return
         if self.source.train.starts(0, 1) is None:
-            warn(
+            write(
                 "mpipipe: packing = segments changes nothing: the data do not say where documents "
-                "begin"
+                "begin\n"
             )
 
     def example(self, rows: int, microbatches: int, shard: Shard) -> Pair:

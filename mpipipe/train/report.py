@@ -14,9 +14,10 @@ from typing import Any, TextIO, TypeAlias
 
 from mpipipe import files
 from mpipipe.errors import ConfigError
+from mpipipe.job import write
 from mpipipe.options import Values
 from mpipipe.text import optional_library
-from mpipipe.train.screen import JsonLines, SafeStream, warn
+from mpipipe.train.screen import JsonLines, SafeStream
 
 Facts = Mapping[str, float]  # the numbers of a record by name; "step" is always among them
 Measured: TypeAlias = "float | None"
@@ -222,7 +223,7 @@ class Reporter:
 
     def warn(self, text: str) -> None:
         """Write a line to standard error and to the log."""
-        warn(text)
+        write(f"{text}\n")
         self.log.append(text)
 
     def record(self, record: Record) -> None:

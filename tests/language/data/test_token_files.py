@@ -148,6 +148,7 @@ WRONG_MEGATRON = {
     "absurd counts": ("idx", lambda path: change(path, 18, b"\xff" * 16), "index of tokens"),
     "another order": ("idx", lambda path: change(path, 34 + 3 * 4, struct.pack("<q", 2)), "index of tokens"),
     "documents": ("idx", lambda path: change(path, 34 + 3 * 12 + 8, struct.pack("<q", 9)), "index of tokens"),
+    "documents that end early": ("idx", lambda path: change(path, 34 + 3 * 12 + 16, struct.pack("<q", 2)), "index of"),
     "documents whose steps overflow": (
         "idx",
         lambda path: write_megatron(path.with_suffix(""), SEQUENCES, [0, 2**63 - 1, -(2**63), -1, 3]),
