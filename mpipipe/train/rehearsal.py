@@ -350,7 +350,7 @@ def check_task(task: Task, seed: int, comm: Communicator, rows: int = 2) -> tupl
     alone = [x for x, _ in singles]
     names: list[dict[str, Tree]] = [{} for _ in singles]
     still = nn.Position(training=False)
-    findings: list[Finding] = []
+    lines = []
     right = True
     for place, (stage, x, output) in enumerate(chain(task, shard, rows)):
         module: object = stage.layers[0]
@@ -361,21 +361,21 @@ def check_task(task: Task, seed: int, comm: Communicator, rows: int = 2) -> tupl
             alone[row] = nn.handed(alone[row], values, stage.takes)
             alone[row] = call(task, "layers", alone[row], still, by=stage.forward)[0]
         # After the rows: a layer may have state, such as a running mean.
-        findings.append(_checked(name, stage, x, nn.Position()))
-        right = right and findings[-1][1]
+        line, fine = _checked(name, stage, x, nn.Position())
+        lines.append(line)
+        right = right and fine
         if right and difference(output, alone, NEAR, [1.0] * rows):
             right = False
-            line = (
+            lines.append(
                 f"{name}: gives other rows for a batch than for each row alone, so the result "
                 "depends on --microbatches; "
                 "let no row change another one: take norms and means of each row by itself"
             )
-            findings.append((line, right))
     parts: list[Pair] = []
     if right:
         parts = [(x, goal) for x, (_, goal) in zip(alone, singles)]
-    findings.append(_checked_loss(TaskLoss(task), output, target, parts))
-    return [line for line, _ in findings], all(fine for _, fine in findings)
+    line, fine = _checked_loss(TaskLoss(task), output, target, parts)
+    return [*lines, line], right and fine
 
 
 def _single(task: Task, method: str, row: int, shard: Shard, pair: Pair) -> Pair:
