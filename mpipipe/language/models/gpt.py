@@ -6,6 +6,7 @@ FeedForward(norm x)] -> norm, head -> logits
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -328,13 +329,25 @@ def _is_size(value: object) -> bool:
     return type(value) is int and value >= 1
 
 
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]  # the types are looked at
+
+
 SIZES = ("vocab", "dim", "layers", "heads", "seq_len", "head_slices", *FILLED)
+SWITCHES = ("qkv_bias", "out_bias", "qk_norm", "feed_forward_bias")
 # What a field may be by itself: whether a value fits, and the words for it.
 FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(SIZES, (_is_size, "an integer of at least 1")),
+    **dict.fromkeys(SWITCHES, (lambda value: type(value) is bool, "True or False")),
     "norm": (("rms", "layer").__contains__, "'rms' or 'layer'"),
     "positions": (("rotary", "learned").__contains__, "'rotary' or 'learned'"),
     "feed_forward": (("swiglu", "gelu").__contains__, "'swiglu' or 'gelu'"),
+    "eps": (lambda value: _is_number(value) and value >= 0, "a finite number of at least 0"),
+    "embedding_scale": (
+        lambda value: _is_number(value) and value != 0,
+        "a finite number other than 0",
+    ),
+    "rope_base": (lambda value: _is_number(value) and value > 1, "a finite number above 1"),
 }
 
 

@@ -217,6 +217,8 @@ def test_sizes_and_costs_follow_the_description():
         ({"heads": 16}, "heads"),
         ({"kv_heads": 3}, "kv_heads"),
         ({"norm": "batch"}, "norm"),
+        ({"eps": -1e-6}, "eps"),
+        ({"qkv_bias": "no"}, "qkv_bias"),
         ({"positions": "alibi"}, "positions"),
         ({"positions": "learned", "max_positions": 7}, "max_positions"),
         ({"positions": "learned", "rope_scaling": LLAMA3}, "rope_scaling"),
@@ -224,12 +226,14 @@ def test_sizes_and_costs_follow_the_description():
         ({"rope_scaling": "llama3"}, "rope_scaling"),
         ({"rope_scaling": {"kind": "linear", "factors": 2.0}}, "factors"),
         ({"rope_scaling": {"kind": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"rope_base": 1}, "rope_base"),
         ({"head_dim": 5}, "head_dim"),
         ({"heads": 3}, "2 x heads(.|\\n)*for example dim ="),
         ({"heads": 3, "positions": "learned"}, "multiple of heads(.|\\n)*for example dim ="),
         ({"windows": (3, 0)}, "windows"),
         ({"windows": 3}, "windows"),
         ({"feed_forward": "relu"}, "feed_forward"),
+        ({"embedding_scale": float("nan")}, "embedding_scale"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_by_name(options, match):
