@@ -176,8 +176,26 @@ def make_scaler(config: TaskConfig) -> optim.LossScaler:
 # -- The layers, on paper and in fact --------------------------------------------------------------
 
 
+# Attributes that would be wrong without a word, or only once steps are done.
+ATTRIBUTES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "unit": (lambda unit: isinstance(unit, str) and unit.isprintable(), "a word"),
+    "units": (lambda units: isinstance(units, (int, float)) and units > 0, "a number above 0"),
+    "per_second": (
+        ("samples_per_second", "tokens_per_second").__contains__,
+        "samples_per_second or tokens_per_second",
+    ),
+    "folders": (lambda folders: not isinstance(folders, str), "names in a tuple"),
+}
+
+
 def entries_of(task: Task, shard: Shard) -> list[Any]:
     """Return the list of layers of a task; collective over the ranks of the shard."""
+    for name, (fits, expected) in ATTRIBUTES.items():
+        value = getattr(task, name)
+        if not fits(value):
+            raise ConfigError(
+                f"{place_of(task, name)} cannot be used", found=f"{value!r:.80}", expected=expected
+            )
     with seeded(shard.seed, -1, waits=shard.comm.size > 1):
         entries = call(task, "layers", shard)
     if not isinstance(entries, (list, tuple)) or not entries:

@@ -93,6 +93,10 @@ def test_code_that_leaves_by_os_exit_is_an_error_where_one_process_looks_at_a_ta
 @pytest.mark.parametrize(
     ("place", "line", "text"),
     [
+        ("attributes", "unit = None", "Waves.unit in waves.py cannot be used"),
+        ("attributes", "units = 0", "Waves.units in waves.py cannot be used"),
+        ("attributes", "per_second = 'loss'", "Waves.per_second in waves.py cannot be used"),
+        ("attributes", "folders = 'weights'", "Waves.folders in waves.py cannot be used"),
         ("costs", "return [1.0] * 50", r"Waves.costs in waves.py returns no cost(.|\n)*3 finite numbers"),
         ("costs", "return [1.0, 2.0, float('nan')]", "Waves.costs in waves.py returns no cost"),
         ("costs", "return 7", "Waves.costs in waves.py raised TypeError"),
