@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import runpy
 import sys
@@ -9,7 +10,8 @@ from typing import Annotated
 
 from mpipipe import processor
 from mpipipe.cli.flags import Operand
-from mpipipe.job import run_or_abort
+from mpipipe.cli.output import WRONG_USAGE
+from mpipipe.job import Stop, run_or_abort
 from mpipipe.options import Option
 
 
@@ -26,6 +28,11 @@ def run(
 
     def work() -> None:
         sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.abspath(target))
+        found: object = os.path.exists(target)
+        if module:
+            found = importlib.util.find_spec(target.partition(".")[0])
+        if not found:
+            raise Stop(f"mpipipe: cannot run {target}: it is not there\n", WRONG_USAGE)
         processor.prepare_process()
         sys.argv = [target, *(arguments or [])]
         if module:
