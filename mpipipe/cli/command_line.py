@@ -14,7 +14,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -27,7 +27,7 @@ from mpipipe.cli.output import WRONG_USAGE, show
 from mpipipe.errors import BackendError
 from mpipipe.job import INTERRUPTED, Stop, group_of, run_or_abort, runtime, settings, write
 from mpipipe.options import Option, Values
-from mpipipe.text import near
+from mpipipe.text import instead, near
 
 # Of the longest name of a command, and two spaces.
 WIDTH = 12
@@ -111,7 +111,7 @@ def _chosen(words: list[str]) -> partial[int]:
             known = [*command.commands, "--help"]
             if command is ALL:
                 known.append("--version")
-            raise wrong_usage(prog, f"there is no command {name}", near(name, known))
+            raise wrong_usage(prog, f"there is no command {name}", name, known)
         prog = f"{prog} {name}"
         command = command.commands[name]
     return partial(_run, command, parser_of(prog, command.load()).parse(words))
@@ -203,12 +203,18 @@ def program() -> str:
     return "python -m mpipipe"
 
 
-def wrong_usage(prog: str, problem: str, near: Sequence[str] = ()) -> Stop:
-    """Return the error that ends a program whose arguments cannot be understood."""
+def wrong_usage(prog: str, problem: str, name: str = "", known: Iterable[str] = ()) -> Stop:
+    """Return the error that ends a program whose arguments cannot be understood.
+
+    `name` is the unknown one, and `known` are those that there are.
+    """
     hint = ""
-    if near:
-        hint = f"  did you mean: {' or '.join(near)}\n"
-    remedy = f"`{prog} --help` explains what there is"
+    remedy = instead(name)
+    if remedy is None:
+        remedy = f"`{prog} --help` explains what there is"
+        likely = near(name, known)
+        if likely:
+            hint = f"  did you mean: {' or '.join(likely)}\n"
     return Stop(f"{prog}: {problem}\n{hint}  remedy: {remedy}\n", WRONG_USAGE)
 
 
@@ -235,8 +241,8 @@ class Parser(argparse.ArgumentParser):
         name = unknown[0].partition("=")[0]
         if not name.startswith("-"):
             raise wrong_usage(self.prog, f"there is no place for {name}")
-        likely = near(name, self._option_string_actions)
-        raise wrong_usage(self.prog, f"there is no option {name}", likely)
+        known = self._option_string_actions
+        raise wrong_usage(self.prog, f"there is no option {name}", name, known)
 
     def print_help(self, file: object = None) -> None:
         """Show the help. An error where it cannot be written ends the program."""

@@ -17,7 +17,7 @@ from mpipipe.job import parse_duration, parse_signals
 from mpipipe.options import Values, document, key_of, option, read_fields
 from mpipipe.planning import parse_bytes
 from mpipipe.schedules import full_name, is_path
-from mpipipe.text import near
+from mpipipe.text import instead, near
 
 # What a plan decides.
 PLANNED = ("schedule", "chunks", "microbatches", "partition", "recompute", "recompute_limit")
@@ -345,7 +345,7 @@ class TaskConfig(ClusterOptions, OutputOptions, TrainingOptions, ParallelOptions
                         f"unknown key in {source}",
                         found=key,
                         expected=" or ".join(near(key, names)) or ", ".join(names),
-                        remedy="`mpipipe train --help` explains each",
+                        remedy=instead(key) or "`mpipipe train --help` explains each",
                     )
                 values[name] = value
         if values.get("plan") == "auto":

@@ -84,6 +84,11 @@ def test_an_empty_text_in_a_configuration_is_refused(keys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        # what is gone names what to use
+        (["jobscript", "slurm"], "no command jobscript\n  remedy: copy a job script: jobs/train.sbatch"),
+        (["train", "--survive"], "no option --survive\n  remedy: save checkpoints"),
+        (["train", "--micro-batch-size", "4"], "-size\n  remedy: a micro-batch has batch / (replicas x microbatches)"),
+        (["plan", "--tp=2"], "no option --tp\n  remedy: layers are not divided over ranks"),
         # an empty text is refused before anything runs
         (["train", "--out", ""], ": it is empty\n"),
         (["train", "--data", "", "--data", "here"], ": it is empty\n"),

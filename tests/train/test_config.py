@@ -7,6 +7,7 @@ import pytest
 
 from mpipipe.errors import ConfigError
 from mpipipe.options import kinds_of, option_of
+from mpipipe.text import INSTEAD
 from mpipipe.train import TrainConfig
 from mpipipe.train.task_calls import make_scaler
 
@@ -95,3 +96,11 @@ def test_files_that_are_missing_or_not_toml_are_refused(toml, tmp_path):
     for path, match in ((str(tmp_path / "absent.toml"), "cannot be read"), (toml("steps: 3"), "not TOML")):
         with pytest.raises(ConfigError, match=match):
             TrainConfig.load(path)
+
+
+def test_a_key_of_another_program_comes_with_what_to_use():
+    with pytest.raises(ConfigError, match="unknown key in the flags") as caught:
+        TrainConfig.load(tensor_parallel_size=4)
+    assert "give pipe for large models" in caught.value.remedy
+    for names in INSTEAD:
+        assert not set(names.split()) & set(KINDS)
