@@ -13,8 +13,6 @@ from mpipipe.language.models import SHARD_BYTES
 from mpipipe.language.models import convert as convert_folder
 from mpipipe.options import Option
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
-
 
 def convert(
     source: Annotated[
@@ -24,7 +22,8 @@ def convert(
         str, Operand("new or empty folder; of a task FILE.safetensors", metavar="TO")
     ],
     dtype: Annotated[
-        str | None, Option("of the files; default: as FROM; float32 if half", choices=DTYPES)
+        str | None,
+        Option("float32, bfloat16, float16 or float64; default: as FROM; float32 if half"),
     ] = None,
     shard_bytes: Annotated[int, Option("most bytes of a file", least=1)] = SHARD_BYTES,
 ) -> None:

@@ -46,7 +46,6 @@ def test_only_what_was_given_is_returned_in_its_type():
         (f"generate here --seed {2**63}", f"{2**63} is out of range: expected 0 to"),
         ("train --flops nan", "nan is out of range: expected above 0"),
         ("train --dtype int8", "choose from"),
-        ("convert here there --dtype int8", "choose from"),
         ("generate here --coutn 3", "there is no option --coutn\n  did you mean: --count"),
         ("generate here --coun=3", "there is no option --coun\n  did you mean: --count"),
     ],

@@ -227,6 +227,12 @@ def convert(
     folder = open_model(source)
     kind = dtype or folder.dtype
     model = folder.model
+    if kind not in writing.FLOATS:
+        raise ConfigError(
+            "the dtype of a folder of Hugging Face",
+            found=kind,
+            expected=" or ".join(writing.FLOATS),
+        )
     groups = groups_of(model, most, arrays.dtype(kind).itemsize)
 
     def read(shapes: Mapping[str, Shape]) -> dict[str, np.ndarray]:

@@ -11,7 +11,7 @@ from support import huggingface_reference as theirs
 
 from mpipipe import nn
 from mpipipe.attention import Local
-from mpipipe.errors import ArgumentError, NonFiniteError
+from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.language.models import GPT, huggingface
 from mpipipe.language.models.model_folder import convert, open_model
 
@@ -90,6 +90,8 @@ def test_a_value_that_the_dtype_cannot_hold_is_refused_and_nothing_is_left(tmp_p
 
 def test_what_is_not_converted_is_refused_and_no_folder_with_files_is_written_over(tmp_path):
     hand_made(tmp_path / "source", "llama")
+    with pytest.raises(ConfigError, match="dtype of a folder of Hugging Face"):
+        convert(tmp_path / "source", tmp_path / "target", "int8")
     with pytest.raises(ArgumentError, match="no model is here"):
         convert(tmp_path / "nothing", tmp_path / "target")
     assert sorted(os.listdir(tmp_path)) == ["source"]
