@@ -12,7 +12,7 @@ from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, Preemption, RankGroup, group_of, inprocess, runtime, watching
 from mpipipe.planning import check_training
 from mpipipe.train import output_folder, report
-from mpipipe.train.config import TaskConfig
+from mpipipe.train.config import TaskConfig, read_keys
 from mpipipe.train.report import NullReporter, Record, Reporter
 from mpipipe.train.task import Task
 from mpipipe.train.task_calls import Reader, call, layers_of
@@ -172,7 +172,16 @@ def load(run: str | Path, device: str = "cpu") -> tuple[Task, nn.Stage]:
     ArgumentError
         The weights are damaged.
     """
-    config = replace(TaskFileConfig.load(str(Path(run, output_folder.CONFIG))), seq=1)
+    path = str(Path(run, output_folder.CONFIG))
+    if not files.exists(path) or "task" not in read_keys(path):
+        raise ConfigError(
+            "the folder is not that of a task in a file",
+            found=str(run),
+            expected="the --out folder of `mpipipe train FILE.py`",
+            remedy="for a task of a script: nn.Stage of its layers, and checkpoint.load of the "
+            "folder weights",
+        )
+    config = replace(TaskFileConfig.load(path), seq=1)
 
     def work(comm: Communicator) -> tuple[Task, nn.Stage]:
         task = load_task(str(config.task), config.set, comm)

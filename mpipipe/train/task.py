@@ -142,7 +142,7 @@ class Task:
         functions without arguments that make one of these. What a function makes is made on the
         ranks that need it alone.
         """
-        raise NotImplementedError
+        raise NotImplementedError("every task has one of its own")
 
     def loss(self, output: Any, target: Any) -> Pair:
         """Return the loss of a micro-batch and its gradient, or be an attribute: a loss of `nn`.
@@ -151,7 +151,7 @@ class Task:
         gradient, shaped as the output of the last layer. A third value is its weight: how many
         things it is a mean over. Without it a micro-batch counts by the entries of its target.
         """
-        raise NotImplementedError
+        raise NotImplementedError("every task has one of its own")
 
     def batch(self, step: int, rows: range, shard: Shard) -> Pair:
         """Return inputs and targets of these rows of the batch of a step. The arrays are copied.
@@ -174,7 +174,7 @@ class Task:
         inputs, targets : array, or tuple or dict of arrays
             On the host, with len(rows) rows, or of any shapes with `per_microbatch`.
         """
-        raise NotImplementedError
+        raise NotImplementedError("every task has one of its own")
 
     def validation(self, index: int, rows: range, shard: Shard) -> Pair:
         """Return the same of a batch of the validation.
@@ -184,7 +184,7 @@ class Task:
         index, rows, shard : int, range, Shard
             Number of the batch, from 0; the others as for `batch`.
         """
-        raise NotImplementedError
+        raise NotImplementedError("every task has one of its own")
 
     # -- what it may have
 
