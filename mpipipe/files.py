@@ -217,6 +217,13 @@ def _advise(descriptor: int, start: int, count: int, advice: str) -> None:
         os.posix_fadvise(descriptor, start, count, getattr(os, advice))
 
 
+def show(stream: TextIO, text: str) -> None:
+    """Write a text, in which what cannot be encoded is escaped, and flush it."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    stream.flush()
+
+
 def silence(stream: TextIO) -> None:
     """Let a broken stream end in /dev/null: Python flushes it at its end, and would fail."""
     with suppress(OSError, ValueError):

@@ -189,12 +189,6 @@ def _typed(entry: dataclasses.Field, value: Any, kind: type) -> Any:
             expected="a text, or no such key",
             remedy="a variable of the shell may have no value",
         )
-    if any("\0" in item for item in items if isinstance(item, str)):
-        raise ConfigError(
-            f"{key_of(entry)} has a zero byte",
-            found=f"{value!r:.80}",
-            expected="a text without one",
-        )
     if kind is tuple:
         is_list = isinstance(value, (list, tuple))
         if is_list and all(isinstance(item, str) for item in value):

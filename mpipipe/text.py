@@ -1,4 +1,4 @@
-"""Pieces of sentences: counts, sizes, names that may have been meant, what to install."""
+"""Pieces of sentences: counts, sizes, names that may have been meant or are gone, installing."""
 
 from __future__ import annotations
 
@@ -94,6 +94,44 @@ def near(
 def as_word(name: str) -> str:
     """Return a name as tables of names have it, such as "batch_size" for "Batch-Size"."""
     return name.replace("-", "_").lower()
+
+
+# Options and commands that are gone, or that other programs have, and what to use in their place.
+INSTEAD = {
+    "jobscript": "copy a job script: jobs/train.sbatch, train_gpu.sbatch, train_preemptable.sbatch "
+    "or train.pbs",
+    "launch": "start the job without it: `train` leaves a file `finished` in its folder once all "
+    "ranks have ended well",
+    "completion": "`mpipipe COMMAND --help` lists the options",
+    "on_storage_error": "a checkpoint that cannot be written ends the training, and --resume auto "
+    "goes on from the one before",
+    "temperature": "the sample of a training has the temperature 0.8: `mpipipe generate "
+    "--temperature` draws others",
+    "metrics_to": "metrics.jsonl has every number, one JSON object a line: give --tensorboard for "
+    "TensorBoard",
+    "data_parallel data_parallel_size dp dp_size "
+    "replicas": "the replicas are all ranks divided by pipe x seq: give pipe and seq",
+    "micro_batch_size microbatch_size per_device_batch_size "
+    "per_device_train_batch_size": "a micro-batch has batch / "
+    "(replicas x microbatches) sequences: give batch and microbatches",
+    "tensor_model_parallel_size tensor_parallel tensor_parallel_size tp "
+    "tp_size": "layers are not divided over ranks: "
+    "give pipe for large models, and seq for long sequences",
+    "init": "give --from: a training of text takes architecture and weights from one folder",
+    "save_as save_dtype": "a training leaves weights: `mpipipe convert RUN FOLDER --dtype "
+    "bfloat16` makes a folder of Hugging Face of them",
+    "survive": "save checkpoints (save_every), and start a job that has ended again with resume = "
+    "auto",
+    "transfer_model message_bytes": "schedules.Links computes the times of messages in Python",
+}
+
+
+def instead(name: str) -> str | None:
+    """Return what to use in place of an option or a command, if it is one of INSTEAD."""
+    for names, remedy in INSTEAD.items():
+        if as_word(name).strip("_") in names.split():
+            return remedy
+    return None
 
 
 def how_to_install(extra: str) -> str:

@@ -14,7 +14,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -27,7 +27,7 @@ from mpipipe.cli.output import WRONG_USAGE, show
 from mpipipe.errors import BackendError
 from mpipipe.job import INTERRUPTED, Stop, group_of, run_or_abort, runtime, settings, write
 from mpipipe.options import Option, Values
-from mpipipe.text import as_word, near
+from mpipipe.text import instead, near
 
 # Of the longest name of a command, and two spaces.
 WIDTH = 12
@@ -111,11 +111,7 @@ def _chosen(words: list[str]) -> partial[int]:
             known = [*command.commands, "--help"]
             if command is ALL:
                 known.append("--version")
-            remedy = INSTEAD.get(f"{prog.removeprefix(program())} {name}".strip())
-            likely: Sequence[str] = ()
-            if remedy is None:
-                likely = near(name, known)
-            raise wrong_usage(prog, f"there is no command {name}", likely, remedy)
+            raise wrong_usage(prog, f"there is no command {name}", name, known)
         prog = f"{prog} {name}"
         command = command.commands[name]
     return partial(_run, command, parser_of(prog, command.load()).parse(words))
@@ -189,18 +185,6 @@ COMMANDS = {
     "info": Command("Show what a run finds on this machine", "cli.info:info"),
     "run": Command("Run a script on every rank; an error ends the whole job", "cli.run:run"),
 }
-# Commands that are gone, and what to use in their place.
-INSTEAD = {
-    "jobscript": "copy a job script: jobs/train.sbatch, train_gpu.sbatch, "
-    "train_preemptable.sbatch or train.pbs",
-    "launch": "start the job without it: `train` leaves a file `finished` in its folder once all "
-    "ranks have ended well",
-    "completion": "`mpipipe COMMAND --help` lists the options",
-    "draw compare": "`mpipipe simulate` prints bubble and peak memory of a schedule",
-    "draw split": "`mpipipe train --trace DIR` prints where the time went, and DIR/summary.json "
-    "has it",
-    "draw trace": "open the trace.json of `mpipipe train --trace DIR` in https://ui.perfetto.dev",
-}
 ALL = Command("Pipeline parallelism and ring attention over MPI.", commands=COMMANDS)
 
 
@@ -219,15 +203,18 @@ def program() -> str:
     return "python -m mpipipe"
 
 
-def wrong_usage(
-    prog: str, problem: str, near: Sequence[str] = (), remedy: str | None = None
-) -> Stop:
-    """Return the error that ends a program whose arguments cannot be understood."""
+def wrong_usage(prog: str, problem: str, name: str = "", known: Iterable[str] = ()) -> Stop:
+    """Return the error that ends a program whose arguments cannot be understood.
+
+    `name` is the unknown one, and `known` are those that there are.
+    """
     hint = ""
-    if near:
-        hint = f"  did you mean: {' or '.join(near)}\n"
+    remedy = instead(name)
     if remedy is None:
         remedy = f"`{prog} --help` explains what there is"
+        likely = near(name, known)
+        if likely:
+            hint = f"  did you mean: {' or '.join(likely)}\n"
     return Stop(f"{prog}: {problem}\n{hint}  remedy: {remedy}\n", WRONG_USAGE)
 
 
@@ -239,8 +226,6 @@ class Parser(argparse.ArgumentParser):
             prog=prog, formatter_class=_Help, allow_abbrev=False, add_help=False, **options
         )
         self.headings: Values = {}
-        # What has no flag here, and what to do instead.
-        self.instead: Mapping[str, str] = {}
 
     def under(self, heading: str) -> Any:
         """Return argparse's group of the flags that the help lists under `heading`."""
@@ -254,23 +239,10 @@ class Parser(argparse.ArgumentParser):
         if not unknown:
             return vars(arguments)
         name = unknown[0].partition("=")[0]
-        likely: list[str] = []
         if not name.startswith("-"):
-            if name.endswith(".toml") and self.near("--config") == ["--config"]:
-                likely = [f"--config {name}"]
-            raise wrong_usage(self.prog, f"there is no place for {name}", likely)
-        instead = self.instead.get(as_word(name.lstrip("-")))
-        if instead is None:
-            likely = self.near(name)
-        raise wrong_usage(self.prog, f"there is no option {name}", likely, instead)
-
-    def near(self, name: str) -> list[str]:
-        """Return the flags that the user may have meant with `name`."""
-        known = []
-        for option in self._option_string_actions:
-            if option.startswith("--"):
-                known.append(option.removeprefix("--"))
-        return [f"--{option}" for option in near(name.lstrip("-"), known)]
+            raise wrong_usage(self.prog, f"there is no place for {name}")
+        known = self._option_string_actions
+        raise wrong_usage(self.prog, f"there is no option {name}", name, known)
 
     def print_help(self, file: object = None) -> None:
         """Show the help. An error where it cannot be written ends the program."""
@@ -297,7 +269,6 @@ class _Help(argparse.HelpFormatter):
 def parser_of(prog: str, command: Callable[..., object]) -> Parser:
     """Return the parser of a command: of its parameters, and the flags that every command has."""
     parser = Parser(prog, description=inspect.getdoc(command))
-    parser.instead = getattr(command, "instead", {})
     usage = [_escaped(prog), "[options]"]
     for entry in parameters_of(command):
         if isinstance(entry.flag, Operand):

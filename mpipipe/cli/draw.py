@@ -48,7 +48,7 @@ def _of_schedule(
         tracing.check_can_draw(out)
         sizes = without_none(ranks=ranks, microbatches=microbatches, chunks=chunks, slices=slices)
         costs = costs_of(forward, input_grad, weight_grad, transfer)
-        draw(schedules.simulate(*schedule_of(schedule, sizes, costs)), out)
+        draw(schedules.simulate(schedule_of(schedule, sizes, costs), costs), out)
     show(f"mpipipe: drawn into {out}\n")
 
 

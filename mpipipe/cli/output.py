@@ -42,9 +42,7 @@ def show(text: str) -> None:
     if stream is None:
         return
     try:
-        encoding = getattr(stream, "encoding", None) or "utf-8"
-        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        stream.flush()
+        files.show(stream, text)
     except BrokenPipeError:
         files.silence(stream)
         raise Stop("", READER_LEFT) from None

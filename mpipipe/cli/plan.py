@@ -35,7 +35,6 @@ from mpipipe.planning import (
     table,
 )
 from mpipipe.train import (
-    INSTEAD,
     PLANNED,
     SafeStream,
     TaskConfig,
@@ -155,4 +154,3 @@ plan.parameters = [  # type: ignore[attr-defined]
     *parameters_of(plan),
     *(entry for entry in FIELDS if entry.name not in ("out", "plan")),
 ]
-plan.instead = INSTEAD  # type: ignore[attr-defined]

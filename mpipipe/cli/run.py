@@ -10,6 +10,7 @@ from typing import Annotated
 
 from mpipipe import processor
 from mpipipe.cli.flags import Operand
+from mpipipe.cli.output import WRONG_USAGE
 from mpipipe.job import Stop, run_or_abort
 from mpipipe.options import Option
 
@@ -27,7 +28,11 @@ def run(
 
     def work() -> None:
         sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.abspath(target))
-        _check_there(target, module)
+        found: object = os.path.exists(target)
+        if module:
+            found = importlib.util.find_spec(target.partition(".")[0])
+        if not found:
+            raise Stop(f"mpipipe: cannot run {target}: it is not there\n", WRONG_USAGE)
         processor.prepare_process()
         sys.argv = [target, *(arguments or [])]
         if module:
@@ -36,18 +41,3 @@ def run(
             runpy.run_path(target, run_name="__main__")
 
     return run_or_abort(work)
-
-
-def _check_there(target: str, module: bool) -> None:
-    """Raise Stop, with one line, where there is nothing to run."""
-    try:
-        if not module:
-            os.stat(target)
-            return
-        why = "no such module"
-        if importlib.util.find_spec(target.partition(".")[0]):
-            why = ""
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-    if why:
-        raise Stop(f"mpipipe: cannot run {target}: {why}\n", 2)

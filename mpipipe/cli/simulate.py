@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,17 +12,7 @@ from mpipipe import files, schedules
 from mpipipe.cli.output import refusing, show_lines
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.options import Option, Values
-from mpipipe.schedules import (
-    COLUMNS,
-    FORM,
-    Costs,
-    Links,
-    Schedule,
-    Timeline,
-    from_file,
-    is_path,
-    names,
-)
+from mpipipe.schedules import COLUMNS, Costs, Schedule, Timeline, from_file, is_path, names
 from mpipipe.text import counted
 
 Cost = Annotated[
@@ -46,12 +34,6 @@ def simulate(
     transfer: Annotated[
         str, Option("time of a message between stages: a number, or one for each stage")
     ] = "0",
-    transfer_model: Annotated[
-        str | None, Option(f"instead of --transfer, in s and bytes/s: {FORM}")
-    ] = None,
-    message_bytes: Annotated[
-        float, Option("bytes of one micro-batch between two stages, for --transfer-model")
-    ] = 0,
     memory_limit: Annotated[
         float | None, Option("chunk activations that a rank may hold at once")
     ] = None,
@@ -68,17 +50,14 @@ def simulate(
     with refusing("simulate"):
         sizes = without_none(ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices)
         costs = costs_of(forward, input_grad, weight_grad, transfer)
-        links = _links(transfer_model, message_bytes, costs)
-        make = partial(
-            schedule_of, sizes=sizes, costs=costs, links=links, message_bytes=message_bytes
-        )
+        make = partial(schedule_of, sizes=sizes, costs=costs)
         if schedule == "all":
             refuse("--schedule all", without_none(recompute=recompute or None, out=out))
-            lines = [*_table(make, chunks or 1, memory_limit)]
+            lines = [*_table(make, costs, chunks or 1, memory_limit)]
         else:
             if out is not None:
                 files.check_new("the order", out)
-            made, costs = make(schedule, limit=None if recompute else memory_limit)
+            made = make(schedule, limit=None if recompute else memory_limit)
             if recompute:
                 made = schedules.with_recompute(made, costs, memory_limit)
             lines = [*_one(made, costs, memory_limit)]
@@ -94,24 +73,13 @@ SIZES = {"ranks": 4, "chunks": 1, "microbatches": 16, "slices": 1}
 
 
 def schedule_of(
-    name: str,
-    sizes: dict[str, Any],
-    costs: Costs,
-    limit: float | None = None,
-    links: Links | None = None,
-    message_bytes: float = 0,
-) -> tuple[Schedule, Costs]:
-    """Return the schedule of a name or a file, and its costs with messages over these links."""
+    name: str, sizes: dict[str, Any], costs: Costs, limit: float | None = None
+) -> Schedule:
+    """Return the schedule of a name or a file."""
     if is_path(name):
         refuse(f"--schedule {name}, whose order says it", sizes)
-        made = from_file(name)
-    else:
-        made = schedules.by_name(name, **(SIZES | sizes), costs=costs, memory_limit=limit)
-    if links is None:
-        return made, costs
-    # Times of messages follow from where its stages are, and a schedule may follow from these.
-    costs = replace(costs, transfer=links.times(made.placement, message_bytes))
-    return schedule_of(name, sizes, costs, limit)
+        return from_file(name)
+    return schedules.by_name(name, **(SIZES | sizes), costs=costs, memory_limit=limit)
 
 
 def without_none(**options: object) -> Values:
@@ -144,32 +112,6 @@ def refuse(beside: str, options: dict[str, object]) -> None:
             found=", ".join(f"--{name} {value}" for name, value in options.items()),
             remedy="leave it out",
         )
-
-
-def _links(text: str | None, message_bytes: float, costs: Costs) -> Links | None:
-    """Return the links that --transfer-model names."""
-    if text is None:
-        if message_bytes:
-            raise ConfigError(
-                "the length of a message says nothing without a model of the links",
-                found=f"--message-bytes={message_bytes:g}",
-                remedy="pass --transfer-model latency,bandwidth as well",
-            )
-        return None
-    if costs.transfer != 0:
-        raise ConfigError(
-            "messages have two costs",
-            found=f"--transfer={costs.transfer} and --transfer-model={text}",
-            expected="one of them",
-        )
-    network = Links.read(text)
-    if not message_bytes and math.isfinite(network.bandwidth):
-        raise ConfigError(
-            "a bandwidth says nothing without the length of a message",
-            found=f"--transfer-model={text}",
-            expected="--message-bytes, or the bandwidth inf",
-        )
-    return network
 
 
 # -- The lines of text that show one schedule, or all of them --------------------------------------
@@ -230,12 +172,11 @@ def _bound_and_gap(timeline: Timeline, costs: Costs, limit: float | None) -> tup
 
 
 def _table(
-    make: Callable[..., tuple[Schedule, Costs]], chunks: int, memory_limit: float | None
+    make: Callable[..., Schedule], costs: Costs, chunks: int, memory_limit: float | None
 ) -> Iterator[str]:
     yield f"{'schedule':<24}{'makespan':>10}{'bubble':>8}{'activations':>12}{'bound':>10}{'gap':>8}"
     for name in names(chunks):
-        made, costs = make(name, limit=memory_limit)
-        result = schedules.simulate(made, costs)
+        result = schedules.simulate(make(name, limit=memory_limit), costs)
         peak = max(result.peak_activations)
         limit = memory_limit
         if limit is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
@@ -12,15 +11,7 @@ from mpipipe import processor, schedules
 from mpipipe.cli.flags import Operand, fields_of, parameters_of
 from mpipipe.cli.output import on_ranks, refusing, show, show_lines
 from mpipipe.errors import ConfigError
-from mpipipe.job import (
-    Communicator,
-    group_of,
-    inprocess,
-    launcher_size,
-    run_or_abort,
-    runtime,
-    stop_signals,
-)
+from mpipipe.job import Communicator, group_of, inprocess, runtime, stop_signals
 from mpipipe.language import TextTask
 from mpipipe.language.models import GPT
 from mpipipe.options import Option, key_of
@@ -37,7 +28,6 @@ from mpipipe.planning import (
 from mpipipe.schedules import FORM, Links
 from mpipipe.text import counted, shown_bytes, text_table
 from mpipipe.train import (
-    INSTEAD,
     MemoryEstimate,
     Task,
     TaskConfig,
@@ -200,7 +190,6 @@ _OF_ANY = [entry for entry in fields_of(TaskFileConfig) if entry.name != "task"]
 GENERAL = {entry.name for entry in _OF_ANY}
 FIELDS = [*_OF_ANY, *(entry for entry in fields_of(TrainConfig) if entry.name not in GENERAL)]
 train.parameters = [*parameters_of(train), *FIELDS]  # type: ignore[attr-defined]
-train.instead = INSTEAD  # type: ignore[attr-defined]
 
 
 # -- What `train --dry-run` shows: the plan of a training, and the memory of each rank -------------
@@ -232,35 +221,13 @@ def check_nics(nics_per_node: int | None, nic: str | None) -> None:
 def print_estimate(
     load: Callable[[], TaskConfig], ranks: int | None, describe: Callable[[MemoryEstimate], str]
 ) -> int:
-    """Show what a training would be, on `ranks` ranks or on those of this job."""
-    if launcher_size(os.environ) is not None:
-        return run_or_abort(lambda: _in_job(load, ranks, describe))
-    with refusing():
+    """Show what a training would be, on `ranks` ranks or on those of one replica."""
+    with refusing("--dry-run"):
         config = load()
-        _show(config, ranks or (config.pipe or 1) * config.seq, describe)
+        processor.prepare_process()
+        ranks = ranks or (config.pipe or 1) * config.seq
+        show(f"{describe(estimate_task(partial(task_of, config), ranks))}\n")
     return 0
-
-
-def _in_job(
-    load: Callable[[], TaskConfig], ranks: int | None, describe: Callable[[MemoryEstimate], str]
-) -> None:
-    group = group_of()
-    with group.raise_together("train: the dry run"):
-        if ranks not in (None, group.size):
-            raise ConfigError(
-                "--ranks is for a dry run in one process",
-                found=f"--ranks {ranks}, {counted(group.size, 'rank')} in this job",
-                expected=f"none, or {group.size}",
-                remedy="start it without mpiexec or srun",
-            )
-        config = load()
-        if group.rank == 0:
-            _show(config, group.size, describe)
-
-
-def _show(config: TaskConfig, ranks: int, describe: Callable[[MemoryEstimate], str]) -> None:
-    processor.prepare_process()
-    show(f"{describe(estimate_task(partial(task_of, config), ranks))}\n")
 
 
 def described(

@@ -17,17 +17,11 @@ from mpipipe import arrays, nn
 from mpipipe.attention import slice_lengths
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
-from mpipipe.job import Communicator, RankGroup, group_of, runtime
+from mpipipe.job import Communicator, RankGroup, group_of, runtime, write
 from mpipipe.language.config import FROM_FOLDER, TrainConfig
 from mpipipe.language.data import DataListing, Source, Tokens
 from mpipipe.language.data.windows import read_windows, segments, training_starts, validation_starts
-from mpipipe.language.inference.generation import (
-    Sampling,
-    answers,
-    build_decoder,
-    check_decoding,
-    longest_text,
-)
+from mpipipe.language.inference.generation import Sampling, answers, build_decoder, longest_text
 from mpipipe.language.models import fine_tuning, huggingface, weights
 from mpipipe.language.models.gpt import GPT, Architecture, check_layers
 from mpipipe.language.models.huggingface.adapter import save_adapter
@@ -38,7 +32,7 @@ from mpipipe.nn import without_adapters, worth_tiles
 from mpipipe.options import Values
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan
-from mpipipe.train import Pair, Record, Shard, Task, absolute, check_same_config, folded, run, warn
+from mpipipe.train import Pair, Record, Shard, Task, absolute, check_same_config, folded, run
 
 # The sample at the end of a training continues so much validation text.
 PROMPT_BYTES = 32
@@ -221,7 +215,6 @@ class TextTask(Task):
         return 16 * config.seq_len, hidden  # ids are int64
 
     def check(self, plan: LayerPlan, mesh: Mesh) -> None:
-        config = self.config
         self.tuning.check(self.model, self.origin)
         if self.base is not None:
             self.base.with_slices(self.head_slices)  # raises where it has others
@@ -233,10 +226,6 @@ class TextTask(Task):
                 expected="a model with rotary positions, to which only distances count",
                 remedy="leave packing out",
             )
-        if config.sample_bytes:
-            dtype = arrays.accumulator(arrays.dtype(config.dtype)).name
-            caches = (1, PROMPT_BYTES + config.sample_bytes)
-            check_decoding(self.model, plan, mesh.pipe.rank, dtype, caches)
 
     # -- data --------------------------------------------------------------------------------------
 
@@ -253,9 +242,9 @@ class TextTask(Task):
         if not self.everywhere or mesh.rank != 0 or self.source is None:
             return
         if self.source.train.starts(0, 1) is None:
-            warn(
+            write(
                 "mpipipe: packing = segments changes nothing: the data do not say where documents "
-                "begin"
+                "begin\n"
             )
 
     def example(self, rows: int, microbatches: int, shard: Shard) -> Pair:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpipipe.errors import BackendError, ConfigError, MismatchError
-from mpipipe.job import Communicator, RankGroup, group_of, raise_on_all, rank_list
+from mpipipe.job import Communicator, RankGroup, group_of
 from mpipipe.language.config import DataOptions
 from mpipipe.language.data import DataListing, Source, check_tokenizer, find, glance
 from mpipipe.language.data.tokenizer import Tokenizer, hash_of, open_tokenizer
@@ -62,39 +62,33 @@ def open_data(
     `source` is None on ranks that do not read data. `model` is the folder of the model that the
     training begins from.
     """
-    tokenizer = None
     source = None
-    seen = None
+    tokenizer = None
+    facts = None
     group = group_of(comm)
     with group.raise_together("train: opening the data"):
-        if reads:
+        if reads or comm.rank == 0:
             source = listing.open(config.seq_len)
-        if comm.rank == 0 or reads:
-            seen = glance(listing.files)
+            ratios = {}
+            for name, text in zip(RATES, (source.train, source.validation)):
+                if text.nbytes:
+                    ratios[name] = text.nbytes / len(text)
+            facts = glance(listing.files), ratios
         if comm.rank == 0:
             tokenizer = find_tokenizer(listing, config.tokenizer, model)
-    ratios = {}
-    if source is not None:
-        for name, text in zip(RATES, (source.train, source.validation)):
-            if text.nbytes:
-                ratios[name] = text.nbytes / len(text)
-    everyone = group.gather("train: the data", (seen, ratios))
-    others = []
-    known: dict[str, float] = {}
-    for rank, (rank_seen, of_rank) in enumerate(everyone):
-        if rank_seen not in (None, everyone[0][0]):
-            others.append(rank)
-        known = known or of_rank
-    if others:
-        error = MismatchError(
-            DIFFERENT,
-            found=f"other data on {rank_list.named(others)}",
-            expected="those of rank 0 on every rank that reads data",
-            remedy="give the same files to all hosts, best on a shared file system; the default "
-            "data differ where hosts have different Python versions",
-        )
-        raise_on_all(0, error, group)
-    return source, TokenUnits(listing.unit, known, tokenizer)
+    first_facts = group.broadcast("train: the data", facts)
+    with group.raise_together("train: the data on all ranks"):
+        if facts not in (None, first_facts):
+            raise MismatchError(
+                DIFFERENT,
+                found=f"other data on rank {comm.rank}",
+                expected="those of rank 0 on every rank that reads data",
+                remedy="give the same files to all hosts, best on a shared file system; the "
+                "default data differ where hosts have different Python versions",
+            )
+    if not reads:
+        source = None
+    return source, TokenUnits(listing.unit, first_facts[1], tokenizer)
 
 
 @dataclass(frozen=True)

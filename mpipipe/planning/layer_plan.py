@@ -209,11 +209,7 @@ def cut(
     >>> stages.is_last, stages.stages[0].layers, sorted(stages[0].parameters)
     (True, range(2, 5), ['2.bias', '2.weight', '4.bias', '4.weight'])
     """
-    if not isinstance(schedule, Schedule):
-        raise ArgumentError(
-            "schedule", found=type(schedule).__name__, expected="a mpipipe.schedules.Schedule"
-        )
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < schedule.ranks:
+    if rank not in range(schedule.ranks):
         raise ArgumentError(
             "no such rank in the schedule", found=rank, expected=f"0 to {schedule.ranks - 1}"
         )

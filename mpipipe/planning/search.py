@@ -28,8 +28,7 @@ MOVES = 60  # changes of a partition that are tried for each of them
 class Space:
     """The plans to search among.
 
-    Raises ConfigError for more ranks than layers, more micro-batches than sequences, and where no
-    schedule fits what is fixed.
+    Raises ConfigError where no schedule fits the sizes and what is fixed.
 
     Parameters
     ----------
@@ -55,41 +54,16 @@ class Space:
     trained: frozenset[int] | None = None
 
     def __post_init__(self) -> None:
-        if self.ranks > self.layers:
-            raise ConfigError(
-                "the pipeline has more ranks than the model has layers",
-                found=f"{counted(self.ranks, 'rank')}, {counted(self.layers, 'layer')}",
-                expected="at least one layer on each rank",
-                remedy="lower pipe, or start fewer ranks",
-            )
-        partition = self.fixed.get("partition")
-        if partition is not None and sum(partition) != self.layers:
-            raise ConfigError(
-                "the partition does not have the layers of the model",
-                found=f"{counted(sum(partition), 'layer')} in {','.join(map(str, partition))}",
-                expected=counted(self.layers, "layer"),
-            )
-        if self.fixed.get("microbatches", 1) > self.rows:
-            raise ConfigError(
-                "fewer sequences than micro-batches",
-                found=counted(self.fixed["microbatches"], "micro-batch"),
-                expected=f"at most {self.rows}, the sequences in each replica",
-                remedy="raise batch, or lower microbatches",
-            )
-        known = {*names(1), *names(2)}
-        if self.fixed.get("schedule", "gpipe") not in known:
-            raise ConfigError(
-                "unknown schedule",
-                found=str(self.fixed["schedule"]),
-                expected="one of " + ", ".join(sorted(known)),
-            )
-        if not self.forms:
+        whole = sum(self.fixed.get("partition", ())) in (0, self.layers)
+        if not whole or self.fixed.get("microbatches", 1) > self.rows or not self.forms:
+            given = [f"{name} = {value}, " for name, value in self.fixed.items()]
             raise ConfigError(
                 "no schedule fits the options that were given",
-                found=", ".join(f"{name} = {value}" for name, value in self.fixed.items()),
-                expected=f"chunks from 1 to {self.layers // self.ranks}, and a schedule with so "
-                "many",
-                remedy="leave out one of them",
+                found=f"{''.join(given)}{counted(self.ranks, 'rank')}, "
+                f"{counted(self.layers, 'layer')}, {counted(self.rows, 'sequence')} a replica",
+                expected="a layer for each stage, a partition of all layers, a sequence for each "
+                "micro-batch, and a schedule with as many chunks",
+                remedy="leave out one of the options, or start fewer ranks",
             )
 
     @property

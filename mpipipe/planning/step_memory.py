@@ -145,9 +145,6 @@ def lone_layers(
         x = nn.handed(x, values, takes)
         key = problem.kinds[place], shapes_of(x), gives, below, bool(layers)
         if key not in known:
-            count = parameters_of([layer])
-            needs = {f"{count:,} parameters and their gradients": 2 * problem.wide * count}
-            check_memory("measuring a layer", needs, "run it on a machine with more memory")
             drawn = meter()
             stage = nn.Stage([layer], problem.dtype, first=place, frozen=measured.frozen)
             drawing = max(0, drawn() - sum(array_bytes(stage.buffers.all).values()))

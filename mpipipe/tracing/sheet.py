@@ -153,7 +153,7 @@ class Sheet:
 def draw(
     path: str | os.PathLike[str], timeline: Timeline, make: Callable[[Timeline], Sheet]
 ) -> None:
-    """Draw a timeline by `make`, and write it; all that can be wrong is found before."""
+    """Draw a timeline by `make`, and write it."""
     boxes = sum(map(len, timeline.spans))
     if boxes > MOST_BOXES:
         raise ArgumentError(
@@ -162,7 +162,7 @@ def draw(
             expected=f"at most {MOST_BOXES}",
             remedy="draw fewer ranks or micro-batches: a schedule repeats itself",
         )
-    target, kind = _target(path)
+    kind = _format(path)
     style = _library()
     with style.context(["default", SETTINGS]):  # whatever the user's matplotlibrc says
         sheet = make(timeline)
@@ -173,10 +173,15 @@ def draw(
         else:
             metadata["Software"] = "mpipipe"
         sheet.figure.savefig(content, format=kind, dpi=DOTS, metadata=metadata)
-    try:
+    target = Path(path)
+    with files.writing(
+        "the picture",
+        target,
+        StorageError,
+        expected="a file in a folder that is there and may be written to",
+        remedy="make the folder, or choose another one",
+    ):
         files.write_whole(target, content.getvalue())
-    except OSError as error:
-        raise _unwritable(target, error.strerror or str(error)) from error
 
 
 def check_can_draw(path: str | os.PathLike[str]) -> None:
@@ -187,42 +192,26 @@ def check_can_draw(path: str | os.PathLike[str]) -> None:
     >>> from mpipipe import tracing
     >>> tracing.check_can_draw("schedule.png")
     """
-    _target(path)
+    _format(path)
     _library()
 
 
-def _target(path: str | os.PathLike[str]) -> tuple[Path, str]:
-    """Return path and format of a picture, or raise."""
-    target = Path(path)
-    kind = FORMATS.get(target.suffix.lower())
+def _format(path: str | os.PathLike[str]) -> str:
+    """Return the format of a picture, by the end of its name."""
+    kind = FORMATS.get(Path(path).suffix.lower())
     if kind is None:
         raise ArgumentError(
             "a picture is written as PNG or SVG",
-            found=str(target),
+            found=str(path),
             expected="a name that ends in .png or .svg",
             remedy="choose such a name",
         )
-    if not files.is_folder(target.parent):
-        raise _unwritable(target, "there is no such folder")
-    if files.is_folder(target):
-        raise _unwritable(target, "it is a folder")
-    if not os.access(target.parent, os.W_OK):
-        raise _unwritable(target, "the folder may not be written to")
-    return target, kind
+    return kind
 
 
 def _library() -> Any:
     otherwise = "; schedules.timeline draws a schedule as text without it"
     return optional_library("matplotlib.style", "draw pictures", "plot", otherwise)
-
-
-def _unwritable(path: Path, why: str) -> StorageError:
-    return StorageError(
-        f"the picture cannot be written: {why}",
-        found=str(path),
-        expected="a file in a folder that is there and may be written to",
-        remedy="make the folder, or choose another one",
-    )
 
 
 # -- A row for each rank over one axis of time, as timelines and profiles of memory have it --------

@@ -17,11 +17,11 @@ The room trains any model, and knows nothing of tokens:
 
 from importlib import import_module
 
-from mpipipe.train.config import INSTEAD, PLANNED, TaskConfig, read_keys, toml_line
+from mpipipe.train.config import PLANNED, TaskConfig, read_keys, toml_line
 from mpipipe.train.output_folder import absolute, shared_path
 from mpipipe.train.rehearsal import check_task
 from mpipipe.train.report import Record
-from mpipipe.train.screen import SafeStream, folded, warn
+from mpipipe.train.screen import SafeStream, folded
 from mpipipe.train.setup import check_same_config, export, load, run
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Pair, Task

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from signal import Signals
-from typing import Any, Self
+from typing import Self
 
 from mpipipe import files
 from mpipipe.errors import ArgumentError, ConfigError
@@ -18,7 +17,7 @@ from mpipipe.job import parse_duration, parse_signals
 from mpipipe.options import Values, document, key_of, option, read_fields
 from mpipipe.planning import parse_bytes
 from mpipipe.schedules import full_name, is_path
-from mpipipe.text import as_word, near
+from mpipipe.text import instead, near
 
 # What a plan decides.
 PLANNED = ("schedule", "chunks", "microbatches", "partition", "recompute", "recompute_limit")
@@ -249,35 +248,6 @@ class ClusterOptions:
     )
 
 
-# -- What other programs, or earlier versions, have as an option -----------------------------------
-
-# What has no option here, and what to do instead.
-_WITHOUT = {
-    "on_storage_error": "a checkpoint that cannot be written ends the training, and --resume auto "
-    "goes on from the one before",
-    "temperature": "the sample of a training has the temperature 0.8: `mpipipe generate "
-    "--temperature` draws others",
-    "metrics_to": "metrics.jsonl has every number, one JSON object a line: give --tensorboard for "
-    "TensorBoard",
-    "data_parallel data_parallel_size dp dp_size "
-    "replicas": "the replicas are all ranks divided by pipe x seq: give pipe and seq",
-    "micro_batch_size microbatch_size per_device_batch_size "
-    "per_device_train_batch_size": "a micro-batch has batch / "
-    "(replicas x microbatches) sequences: give batch and microbatches",
-    "tensor_model_parallel_size tensor_parallel tensor_parallel_size tp "
-    "tp_size": "layers are not divided over ranks: "
-    "give pipe for large models, and seq for long sequences",
-    "init": "give --from: a training of text takes architecture and weights from one folder",
-    "save_as save_dtype": "a training leaves weights: `mpipipe convert RUN FOLDER --dtype "
-    "bfloat16` makes a folder of Hugging Face of them",
-    "survive": "save checkpoints (save_every), and start a job that has ended again with resume = "
-    "auto",
-}
-INSTEAD: dict[str, str] = {}
-for _names, _remedy in _WITHOUT.items():
-    INSTEAD.update(dict.fromkeys(_names.split(), _remedy))
-
-
 # -- One configuration of all options --------------------------------------------------------------
 
 
@@ -297,10 +267,6 @@ class TaskConfig(ClusterOptions, OutputOptions, TrainingOptions, ParallelOptions
     def __post_init__(self) -> None:
         read_fields(self)
         # Values that contradict each other, or that no range tells.
-        for name in ("watchdog", "loss_scale"):
-            value = getattr(self, name)
-            if value is not None and 0 < value < 1:
-                raise ConfigError(f"{name} is too small", found=value, expected="0, or at least 1")
         if self.resume == "auto" and self.out is None:
             raise ConfigError(
                 "resume = auto without out",
@@ -375,13 +341,11 @@ class TaskConfig(ClusterOptions, OutputOptions, TrainingOptions, ParallelOptions
                 if value is None:
                     continue
                 if name not in names.values():
-                    remedy = INSTEAD.get(as_word(key))
-                    expected = ", ".join(names)
-                    if remedy is None:
-                        remedy = "`mpipipe train --help` explains each"
-                        expected = " or ".join(near(key, names)) or expected
                     raise ConfigError(
-                        f"unknown key in {source}", found=key, expected=expected, remedy=remedy
+                        f"unknown key in {source}",
+                        found=key,
+                        expected=" or ".join(near(key, names)) or ", ".join(names),
+                        remedy=instead(key) or "`mpipipe train --help` explains each",
                     )
                 values[name] = value
         if values.get("plan") == "auto":
@@ -410,7 +374,7 @@ MOST_BYTES = 1 << 27
 
 
 def read_keys(name: str | None) -> Values:
-    """Return the keys of a TOML file. ConfigError where it cannot be read, or has a table."""
+    """Return the keys of a TOML file. ConfigError where it cannot be read."""
     if name is None:
         return {}
     try:
@@ -420,25 +384,7 @@ def read_keys(name: str | None) -> Values:
             keys = tomllib.loads(files.read_text(name, MOST_BYTES))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"the config file is not TOML: {error}", found=name) from error
-    for key, value in keys.items():
-        if isinstance(value, dict):
-            raise ConfigError(
-                "the config file has a table",
-                found=f"[{key}] in {name}",
-                expected="keys at the top level, without tables",
-                remedy=f"leave out the line [{key}]: its keys are known without it",
-            )
-        keys[key] = _as_given(value)
     return keys
-
-
-def _as_given(value: object) -> Any:
-    """Return a value as the command line has it: names in the encoding of the file system."""
-    if isinstance(value, list):
-        return list(map(_as_given, value))
-    if isinstance(value, str):
-        return os.fsdecode(value.encode())
-    return value
 
 
 def toml_line(key: str, value: object) -> str:

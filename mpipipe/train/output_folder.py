@@ -43,15 +43,7 @@ def shared_path(comm: Communicator, path: str | None) -> str:
     """
 
     def find() -> str:
-        try:
-            place = os.path.abspath(path or f"runs/{datetime.now():%Y%m%d-%H%M%S}")
-        except OSError as error:
-            raise ConfigError(
-                f"the working folder is gone: {error.strerror}",
-                found=str(path),
-                expected="an absolute path",
-                remedy="start the job in a folder that exists, or name an absolute path",
-            ) from error
+        place = os.path.abspath(path or f"runs/{datetime.now():%Y%m%d-%H%M%S}")
         if path is None:
             with using(Path(place)):
                 place = str(files.new_folder(Path(place)))

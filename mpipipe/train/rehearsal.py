@@ -8,8 +8,7 @@ job is queued, and compares gradients, too.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -34,7 +33,6 @@ from mpipipe.train.task_calls import (
     example,
     place_of,
     read,
-    shapes_of,
     where,
 )
 
@@ -352,35 +350,32 @@ def check_task(task: Task, seed: int, comm: Communicator, rows: int = 2) -> tupl
     alone = [x for x, _ in singles]
     names: list[dict[str, Tree]] = [{} for _ in singles]
     still = nn.Position(training=False)
-    findings = []
-    passed = []
+    lines = []
     right = True
     for place, (stage, x, output) in enumerate(chain(task, shard, rows)):
         module: object = stage.layers[0]
         if isinstance(module, ForeignLayer):
             module = module.entry
         name = f"layers[{place}] {type(module).__name__}"
-        passed.append((stage, output))
         for row, values in enumerate(names):
             alone[row] = nn.handed(alone[row], values, stage.takes)
             alone[row] = call(task, "layers", alone[row], still, by=stage.forward)[0]
         # After the rows: a layer may have state, such as a running mean.
-        findings.append(_checked(name, stage, x, nn.Position()))
-        right = right and findings[-1][1]
+        line, fine = _checked(name, stage, x, nn.Position())
+        lines.append(line)
+        right = right and fine
         if right and difference(output, alone, NEAR, [1.0] * rows):
             right = False
-            line = (
+            lines.append(
                 f"{name}: gives other rows for a batch than for each row alone, so the result "
                 "depends on --microbatches; "
                 "let no row change another one: take norms and means of each row by itself"
             )
-            findings.append((line, right))
-    findings += _facts(passed)
     parts: list[Pair] = []
     if right:
         parts = [(x, goal) for x, (_, goal) in zip(alone, singles)]
-    findings.append(_checked_loss(TaskLoss(task), output, target, parts))
-    return [line for line, _ in findings], all(fine for _, fine in findings)
+    line, fine = _checked_loss(TaskLoss(task), output, target, parts)
+    return [*lines, line], right and fine
 
 
 def _single(task: Task, method: str, row: int, shard: Shard, pair: Pair) -> Pair:
@@ -401,32 +396,6 @@ def _checked(name: str, stage: object, x: Tree, position: nn.Position | None = N
             raise
         return f"{name}: nothing to differentiate", True
     return f"{name}: right to {max(differences.values()):.0e} ({', '.join(differences)})", True
-
-
-def _facts(passed: Sequence[tuple[nn.Stage, Tree]]) -> Iterator[Finding]:
-    """Yield lines about ties, state, dtypes between layers and backwards."""
-    ties: dict[str, dict[str, arrays.Shape]] = defaultdict(dict)
-    state: list[str] = []
-    whole = []
-    between = []
-    for stage, output in passed:
-        state += stage.state
-        between.append(shapes_of(getattr(output, "main", output)))
-        if getattr(stage.layers[0], "in_one_walk", False):
-            whole.append(f"layers[{stage.first}]")
-        for key, names in stage.ties.items():
-            for name in names:
-                ties[key][name] = stage.parameters[name].shape
-    end = ""
-    tied = []
-    for entries in ties.values():
-        if len(set(entries.values())) > 1:
-            end = "; tied parameters have one shape"
-        tied.append(" = ".join(f"{name} {list(shape)}" for name, shape in entries.items()))
-    yield f"ties: {', '.join(tied) or 'none'}{end}", not end
-    yield f"state in checkpoints: {', '.join(state) or 'none'}", True
-    yield f"between layers: {'; '.join(between[:-1]) or 'nothing'}", True
-    yield f"whole backward in I, and nothing left for W: {', '.join(whole) or 'no layer'}", True
 
 
 def _checked_loss(loss: TaskLoss, output: Tree, target: Tree, alone: Sequence[Pair]) -> Finding:

@@ -7,16 +7,17 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO, TypeAlias
 
 from mpipipe import files
 from mpipipe.errors import ConfigError
+from mpipipe.job import write
 from mpipipe.options import Values
 from mpipipe.text import optional_library
-from mpipipe.train.screen import JsonLines, SafeStream, warn
+from mpipipe.train.screen import JsonLines, SafeStream
 
 Facts = Mapping[str, float]  # the numbers of a record by name; "step" is always among them
 Measured: TypeAlias = "float | None"
@@ -222,7 +223,7 @@ class Reporter:
 
     def warn(self, text: str) -> None:
         """Write a line to standard error and to the log."""
-        warn(text)
+        write(f"{text}\n")
         self.log.append(text)
 
     def record(self, record: Record) -> None:
@@ -325,18 +326,15 @@ def records_until(out: Path, step: int) -> tuple[str, bool]:
         return "", False
     except (OSError, UnicodeDecodeError) as error:
         raise _metrics_error(path, str(error)) from error
-    *lines, torn = text.split("\n")
-    if not torn.startswith('{"step"'[: len(torn)]):
-        raise _metrics_error(path, f"line {len(lines) + 1} is no record")
     records = ""
-    for number, line in enumerate(lines, 1):
-        done = None
-        with suppress(ValueError, RecursionError, TypeError, KeyError):
-            done = json.loads(line)["step"]
-        if type(done) is not int:
-            raise _metrics_error(path, f"line {number} is no record")
-        if 0 < step >= done:
-            records += f"{line}\n"
+    for number, line in enumerate(text.splitlines(keepends=True), 1):
+        if line[0] == "{" and line[-1] != "\n":
+            break
+        try:
+            if 0 < step >= json.loads(line)["step"]:
+                records += line
+        except (ValueError, RecursionError, TypeError, LookupError) as error:
+            raise _metrics_error(path, f"line {number} is no record") from error
     return records, len(records) < len(text)
 
 

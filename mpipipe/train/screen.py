@@ -7,14 +7,13 @@ lines that find no room in the file are left out.
 from __future__ import annotations
 
 import os
-import sys
 import textwrap
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
 from mpipipe import files
-from mpipipe.job import current_rank
+from mpipipe.job import current_rank, write
 
 _FOLD = textwrap.TextWrapper(
     100, expand_tabs=False, replace_whitespace=False, drop_whitespace=False, break_on_hyphens=False
@@ -35,15 +34,13 @@ class SafeStream:
 
     def __init__(self, stream: TextIO | None) -> None:
         self.stream = stream
-        self.encoding = getattr(stream, "encoding", None) or "utf-8"
 
     def write(self, text: str) -> None:
         stream = self.stream
         if stream is None:
             return
         try:
-            stream.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding))
-            stream.flush()
+            files.show(stream, text)
         except (OSError, ValueError) as error:
             self.stream = None
             files.silence(stream)
@@ -51,17 +48,10 @@ class SafeStream:
             if isinstance(error, (BrokenPipeError, ValueError)):
                 return
             current_rank().unwritten = True
-            warn(
+            write(
                 f"mpipipe: the output cannot be written: {files.reason(error)}; the work goes on, "
-                "and its exit code will be 1"
+                "and its exit code will be 1\n"
             )
-
-
-def warn(text: str) -> None:
-    """Write one line to standard error, if that is possible."""
-    with suppress(OSError, ValueError, AttributeError):
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
 
 
 class JsonLines:
@@ -94,9 +84,9 @@ class JsonLines:
                 self.file.truncate(self.whole)
             if not self.warned:
                 self.warned = True
-                warn(
+                write(
                     f"mpipipe: {self.path} cannot be written: {error.strerror}; the training goes "
-                    "on without it"
+                    "on without it\n"
                 )
 
     def sync(self) -> None:

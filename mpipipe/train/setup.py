@@ -72,7 +72,7 @@ def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Rec
 def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path) -> Record:
     device = select_device(config.device, mesh.comm)
     group = group_of(mesh.comm)
-    trace = trace_folder(mesh.comm, config, out)
+    trace = trace_folder(mesh.comm, config)
     with ExitStack() as stack:
         stack.enter_context(arrays.own_stream(device))
         task.find_data(group)
@@ -138,19 +138,13 @@ def _reporter(trainer: Trainer, device: str, start: checkpoint.Checkpoint | None
                 reporter.say(
                     f"mpipipe: a checkpoint after the one that is resumed is now called {path}"
                 )
-        chosen = {
-            "device": device,
-            "pipe": mesh.pipe.size,
-            "microbatches": trainer.pipeline.schedule.microbatches,
-        }
-        keys = output_folder.resolved(config, task, chosen)
-        try:
+            chosen = {
+                "device": device,
+                "pipe": mesh.pipe.size,
+                "microbatches": trainer.pipeline.schedule.microbatches,
+            }
+            keys = output_folder.resolved(config, task, chosen)
             output_folder.write(out, keys, surroundings, task)
-        except OSError as error:
-            reporter.warn(
-                f"mpipipe: {error.filename} cannot be written: {error.strerror}; the training "
-                "goes on"
-            )
         return reporter
 
 
@@ -178,7 +172,16 @@ def load(run: str | Path, device: str = "cpu") -> tuple[Task, nn.Stage]:
     ArgumentError
         The weights are damaged.
     """
-    config = replace(_config_of(run), seq=1)
+    path = str(Path(run, output_folder.CONFIG))
+    if not files.exists(path) or "task" not in read_keys(path):
+        raise ConfigError(
+            "the folder is not that of a task in a file",
+            found=str(run),
+            expected="the --out folder of `mpipipe train FILE.py`",
+            remedy="for a task of a script: nn.Stage of its layers, and checkpoint.load of the "
+            "folder weights",
+        )
+    config = replace(TaskFileConfig.load(path), seq=1)
 
     def work(comm: Communicator) -> tuple[Task, nn.Stage]:
         task = load_task(str(config.task), config.set, comm)
@@ -195,19 +198,6 @@ def load(run: str | Path, device: str = "cpu") -> tuple[Task, nn.Stage]:
         return task, stage
 
     return inprocess.run(1, work)[0]
-
-
-def _config_of(run: str | Path) -> TaskFileConfig:
-    path = str(Path(run, output_folder.CONFIG))
-    if not files.exists(path) or "task" not in read_keys(path):
-        raise ConfigError(
-            "the folder is not that of a task in a file",
-            found=str(run),
-            expected="the --out folder of `mpipipe train FILE.py`",
-            remedy="for a task of a script: nn.Stage of its layers, and checkpoint.load of the "
-            "folder weights",
-        )
-    return TaskFileConfig.load(path)
 
 
 def export(run: Path, target: Path) -> str:

@@ -34,9 +34,6 @@ Loss: TypeAlias = "Callable[..., Any]"
 Shape: TypeAlias = "tuple[int, ...]"
 Stages: TypeAlias = "Sequence[nn.Stage]"
 
-# What a task has to have.
-NEEDED = ("layers", "loss", "batch", "validation")
-
 
 @dataclass(frozen=True)
 class TaskSource:
@@ -145,7 +142,7 @@ class Task:
         functions without arguments that make one of these. What a function makes is made on the
         ranks that need it alone.
         """
-        raise NotImplementedError
+        raise NotImplementedError("every task has one of its own")
 
     def loss(self, output: Any, target: Any) -> Pair:
         """Return the loss of a micro-batch and its gradient, or be an attribute: a loss of `nn`.
@@ -154,7 +151,7 @@ class Task:
         gradient, shaped as the output of the last layer. A third value is its weight: how many
         things it is a mean over. Without it a micro-batch counts by the entries of its target.
         """
-        raise NotImplementedError
+        raise NotImplementedError("every task has one of its own")
 
     def batch(self, step: int, rows: range, shard: Shard) -> Pair:
         """Return inputs and targets of these rows of the batch of a step. The arrays are copied.
@@ -177,7 +174,7 @@ class Task:
         inputs, targets : array, or tuple or dict of arrays
             On the host, with len(rows) rows, or of any shapes with `per_microbatch`.
         """
-        raise NotImplementedError
+        raise NotImplementedError("every task has one of its own")
 
     def validation(self, index: int, rows: range, shard: Shard) -> Pair:
         """Return the same of a batch of the validation.
@@ -187,7 +184,7 @@ class Task:
         index, rows, shard : int, range, Shard
             Number of the batch, from 0; the others as for `batch`.
         """
-        raise NotImplementedError
+        raise NotImplementedError("every task has one of its own")
 
     # -- what it may have
 
@@ -258,11 +255,8 @@ class Task:
             if not any(group._has(entry.tie or name, entry.shape) for name, entry in entries):
                 unfit.append(("groups", f"{group.match}"))
         for what, pattern in unfit:
-            of_adapter = ""
-            if any(map(nn.is_adapter, names)):
-                of_adapter = " of an adapter"
             raise ConfigError(
-                f"a pattern of {what} fits no parameter{of_adapter}",
+                f"a pattern of {what} fits no parameter",
                 found=pattern,
                 expected=f"one that fits names such as {', '.join(names[:4])}",
                 remedy="docs/finetuning.md has those of a GPT; a * in a pattern fits anything",
@@ -358,16 +352,11 @@ class Task:
     def parameters_in_words(self) -> str:
         """Return how many parameters there are, and how many are trained if not all of them."""
         everything = declared(self.outline)
-        entries = self.trained()
         count = count_once(everything)
-        trained = count_once(entries)
+        trained = count_once(self.trained())
         if trained == count:
             return f"{count:,} parameters"
-        if not all(map(nn.is_adapter, entries)):
-            return f"{count:,} parameters of which {trained:,} are trained"
-        rest = {name: entry for name, entry in everything.items() if not nn.is_adapter(name)}
-        adapters = f"and {trained:,} of adapters, which alone are trained"
-        return f"{count_once(rest):,} parameters {adapters}"
+        return f"{count:,} parameters of which {trained:,} are trained"
 
     def beginning(self) -> str:
         """Return where the weights come from at the begin; "" where they are drawn."""

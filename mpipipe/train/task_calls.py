@@ -102,31 +102,6 @@ def line_of(error: BaseException) -> str | None:
     return f"line {frame.lineno} of {frame.filename}: {frame.line}"
 
 
-def _is_function(value: Any) -> bool:
-    try:
-        return signature(value) is not None
-    except (TypeError, ValueError):
-        return False
-
-
-def _is_list_of(kind: type, values: object) -> bool:
-    return isinstance(values, (list, tuple)) and all(isinstance(value, kind) for value in values)
-
-
-PER_SECOND = "samples_per_second", "tokens_per_second"
-LAYOUTS = "contiguous", "zigzag", "striped"
-ATTRIBUTES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "loss": ("a function of output and target", _is_function),
-    "layout": (" or ".join(LAYOUTS), LAYOUTS.__contains__),
-    "unit": ("a word", lambda value: isinstance(value, str) and value.isprintable()),
-    "units": ("a number above 0", lambda value: isinstance(value, (int, float)) and value > 0),
-    "per_second": (" or ".join(PER_SECOND), PER_SECOND.__contains__),
-    "freeze": ("patterns in a tuple", partial(_is_list_of, str)),
-    "groups": ("optim.Group objects in a tuple", partial(_is_list_of, optim.Group)),
-    "folders": ("names in a tuple", partial(_is_list_of, str)),
-}
-
-
 def costs_of(task: Task) -> list[float]:
     """Return the operations of each layer; ConfigError for what are no such numbers."""
     costs = call(task, "costs", by=lambda: list(map(float, task.costs())))
@@ -201,11 +176,23 @@ def make_scaler(config: TaskConfig) -> optim.LossScaler:
 # -- The layers, on paper and in fact --------------------------------------------------------------
 
 
+# Attributes that would be wrong without a word, or only once steps are done.
+ATTRIBUTES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "unit": (lambda unit: isinstance(unit, str) and unit.isprintable(), "a word"),
+    "units": (lambda units: isinstance(units, (int, float)) and units > 0, "a number above 0"),
+    "per_second": (
+        ("samples_per_second", "tokens_per_second").__contains__,
+        "samples_per_second or tokens_per_second",
+    ),
+    "folders": (lambda folders: not isinstance(folders, str), "names in a tuple"),
+}
+
+
 def entries_of(task: Task, shard: Shard) -> list[Any]:
     """Return the list of layers of a task; collective over the ranks of the shard."""
-    for name, (expected, is_right) in ATTRIBUTES.items():
+    for name, (fits, expected) in ATTRIBUTES.items():
         value = getattr(task, name)
-        if not is_right(value):
+        if not fits(value):
             raise ConfigError(
                 f"{place_of(task, name)} cannot be used", found=f"{value!r:.80}", expected=expected
             )

@@ -19,7 +19,7 @@ from mpipipe.job import Communicator, group_of, is_users
 from mpipipe.options import NOUNS, option
 from mpipipe.text import near
 from mpipipe.train.config import TaskConfig
-from mpipipe.train.task import NEEDED, Task, TaskSource
+from mpipipe.train.task import Task, TaskSource
 from mpipipe.train.task_calls import line_of
 
 MOST_BYTES = 1 << 24
@@ -67,7 +67,7 @@ def load_task(text: str, values: Sequence[str], comm: Communicator) -> Task:
 
     `text` is FILE.py or FILE.py:CLASS, from the working folder of rank 0, `values` are NAME=VALUE
     for attributes. Raises ConfigError where the file is missing or does not import, has no task or
-    several, or the task lacks a method.
+    several.
     """
     group = group_of(comm)
     name, colon, chosen = text.rpartition(":")
@@ -89,13 +89,6 @@ def load_task(text: str, values: Sequence[str], comm: Communicator) -> Task:
                 if os.path.realpath(file) == os.path.realpath(place.parent / inside):
                     modules[inside] = Path(file).read_bytes()
         kind = task_class(module, place, chosen)
-        lacking = [name for name in NEEDED if getattr(kind, name) is getattr(Task, name)]
-        if lacking:
-            raise ConfigError(
-                f"{kind.__name__} in {place.name} lacks {' and '.join(lacking)}",
-                found=str(place),
-                expected=f"a task with {', '.join(NEEDED)}",
-            )
         task = made(kind, place, values)
         task.file = TaskSource(place, kind.__name__, code, modules)
     group.agree(

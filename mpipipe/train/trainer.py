@@ -13,7 +13,7 @@ import numpy as np
 
 from mpipipe import arrays, checkpoint, nn, optim, schedules
 from mpipipe.attention import kernels
-from mpipipe.errors import ArgumentError, ConfigError, MpipipeError, NonFiniteError
+from mpipipe.errors import ArgumentError, MpipipeError, NonFiniteError
 from mpipipe.job import Communicator, Preemption, agreed_by, group_of
 from mpipipe.options import Values
 from mpipipe.pipeline import Pipeline, StepResult
@@ -121,7 +121,13 @@ class Trainer:
         """Take the state of a checkpoint or a new one, and rehearse the first batches."""
         stages = self.stages
         if start is not None:
-            self._load(start)
+            state = start.state
+            checkpoint.load(start.path, self.mesh, stages, self.optimizer)
+            self.done = start.step
+            self.record = Record.of(state["record"])
+            self.pipeline.steps_taken = state["random"]["steps_taken"]
+            for name, value in state["loss_scale"].items():
+                setattr(self.scaler, name, value)
         else:
             with self.whole_parameters():
                 output_folder.begin(self.config, self.task, self.mesh, stages)
@@ -262,31 +268,6 @@ class Trainer:
             "random": {"steps_taken": self.pipeline.steps_taken},
             "loss_scale": {"scale": scaler.scale, "good": scaler.good, "skipped": scaler.skipped},
         }
-
-    def _load(self, start: checkpoint.Checkpoint) -> None:
-        """Continue after a checkpoint; collective. Raises ArgumentError on every rank."""
-        checkpoint.load(start.path, self.mesh, self.stages, self.optimizer)
-        with self.group.raise_together("train: the state in the checkpoint"):
-            try:
-                facts = dict(start.state["record"])
-                if not {int, float}.issuperset(map(type, facts.values())):
-                    raise ValueError("the record has something else than numbers")
-                self.record = Record.of(facts)
-                scale = start.state["loss_scale"]
-                counts = scale["good"], scale["skipped"], start.state["random"]["steps_taken"]
-                for count in counts:
-                    if type(count) is not int or count < 0:
-                        raise ValueError(f"{count!r:.40} is no count")
-                # Raises where it is out of range.
-                self.scaler.scale = optim.LossScaler(initial=scale["scale"]).scale
-            except (KeyError, TypeError, ValueError) as error:
-                raise ArgumentError(
-                    f"the state in the checkpoint is wrong: {type(error).__name__}: {error}",
-                    found=str(start.path),
-                    remedy="resume another checkpoint",
-                ) from error
-        self.done = start.step
-        self.scaler.good, self.scaler.skipped, self.pipeline.steps_taken = counts
 
     def whereabouts(self) -> str:
         """Return after which step this is, and in a second line how to go on."""
@@ -460,7 +441,7 @@ class Trainer:
 RECORDED = 16
 
 
-def trace_folder(comm: Communicator, config: TaskConfig, out: Path) -> Path | None:
+def trace_folder(comm: Communicator, config: TaskConfig) -> Path | None:
     """Return where a trace will be written; the same error on every rank where it cannot be.
 
     A training that is resumed was perhaps traced before it was ended: nothing is recorded then
@@ -471,12 +452,6 @@ def trace_folder(comm: Communicator, config: TaskConfig, out: Path) -> Path | No
     folder = Path(output_folder.shared_path(comm, config.trace))
 
     def find() -> Path | None:
-        if folder.is_relative_to(out) or out.is_relative_to(folder):
-            raise ConfigError(
-                "one of out and trace is inside the other",
-                found=f"out {out}, trace {folder}",
-                expected="a folder of its own for the trace",
-            )
         if config.resume != "no" and folder.exists():
             return None
         check_new(folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -100,26 +99,21 @@ def read_order(config: TaskConfig, pipe: int) -> schedules.Schedule:
     schedules.check(schedule)
     # The digits tell two tables apart.
     schedule = replace(schedule, name=f"order {schedule.fingerprint:016x}"[:14])
-    stages = sorted(set(Counter(schedule.placement).values()))
     sizes = {
         "pipe": (schedule.ranks, pipe),
-        "chunks": (schedule.chunks if len(stages) == 1 else 0, config.chunks),
+        "chunks": (schedule.chunks, config.chunks),
         "microbatches": (schedule.microbatches, config.microbatches),
         "slices": (schedule.slices, config.slices),
     }
     for key, (size, expected) in sizes.items():
-        if expected is None or size == expected:
-            continue
-        remedy = f"give {key} = {size}, or make an order of these sizes with `mpipipe simulate`"
-        if size == 0:
-            remedy = "make an order with as many stages on each rank"
-        raise ConfigError(
-            f"the order of the schedule is not of {key} = {expected}",
-            found=f"{counted(schedule.ranks, 'rank')} with {' or '.join(map(str, stages))} stages "
-            f"each, {schedule.batch}",
-            expected=f"{key} = {expected}, as the configuration and the job say",
-            remedy=remedy,
-        )
+        if expected not in (None, size):
+            raise ConfigError(
+                f"the order of the schedule is not of {key} = {expected}",
+                found=f"{key} = {size}, {schedule.batch}",
+                expected=f"{key} = {expected}, as the configuration and the job say",
+                remedy=f"give {key} = {size}, or make an order of these sizes with "
+                "`mpipipe simulate`",
+            )
     return schedule
 
 

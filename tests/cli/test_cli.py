@@ -142,7 +142,8 @@ def test_run_gives_a_script_the_surroundings_that_python_gives_it(mpipipe, tmp_p
 
 
 def test_run_ends_the_job_when_the_script_is_missing(mpipipe):
-    job = mpipipe(2, "run", "absent.py")
-    assert job.returncode == 2
-    assert job.stderr.splitlines()[0] == "mpipipe: cannot run absent.py: No such file or directory"
-    assert "Traceback" not in job.stderr
+    for words in (["absent.py"], ["-m", "absent.part"]):
+        job = mpipipe(2, "run", *words)
+        assert job.returncode == 2
+        assert job.stderr.splitlines()[0] == f"mpipipe: cannot run {words[-1]}: it is not there"
+        assert "Traceback" not in job.stderr

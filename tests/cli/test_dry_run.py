@@ -1,4 +1,4 @@
-"""`train --dry-run` as users start it: without MPI for any ranks, under a launcher for those there are."""
+"""`train --dry-run` as users start it: without MPI, for any number of ranks."""
 
 import re
 
@@ -6,8 +6,8 @@ import pytest
 from support.command_line import invoke
 from support.small_training import estimate
 
-from mpipipe.cli import train
 from mpipipe.cli.train import described
+from mpipipe.job import settings
 from mpipipe.language.models import GPT
 from mpipipe.text import shown_bytes
 from mpipipe.train import TrainConfig
@@ -76,7 +76,7 @@ def test_a_dry_run_needs_no_mpi_and_writes_nothing(launch, tmp_path):
     ],
 )
 def test_what_cannot_be_foreseen_is_one_error(monkeypatch, flags, text):
-    monkeypatch.setattr(train, "launcher_size", lambda environment: None)
+    monkeypatch.setattr(settings, "launcher_size", lambda environment: None)
     ended = invoke("train", "--dry-run", *FLAGS, *flags)
     assert ended.code == 2 and ended.report.count(text) == 1, ended.report
 
@@ -86,7 +86,7 @@ def test_what_cannot_be_foreseen_is_one_error(monkeypatch, flags, text):
     ("ranks", "flags", "text"),
     [
         (0, ["--ranks", "4"], "--ranks without --dry-run"),
-        (2, ["--dry-run", "--ranks", "4"], "--ranks is for a dry run in one process"),
+        (2, ["--dry-run", "--ranks", "4"], "--dry-run is for one process"),
     ],
 )
 def test_ranks_are_for_a_dry_run_in_one_process(launch, ranks, flags, text):

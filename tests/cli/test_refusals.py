@@ -4,7 +4,6 @@ import pytest
 from support.command_line import invoke
 from support.text_plan import text_plan
 
-from mpipipe.cli import train
 from mpipipe.cli.info import _show
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.job import settings
@@ -21,8 +20,7 @@ def test_one_process_alone_has_neither_a_job_nor_a_rank():
 @pytest.fixture
 def alone(monkeypatch):
     """A process that no launcher has started."""
-    for module in (settings, train):
-        monkeypatch.setattr(module, "launcher_size", lambda environment: None)
+    monkeypatch.setattr(settings, "launcher_size", lambda environment: None)
 
 
 @pytest.mark.parametrize(
@@ -77,18 +75,6 @@ def test_heads_that_do_not_fit_are_mended_with_options_that_there_are(dim, heads
         text_plan(TrainConfig(**{"dim": dim, "heads": heads, name: int(number)}))
 
 
-@pytest.mark.parametrize(
-    ("content", "table"), [("steps = 3\n[model]\ndim = 64\n", "model"), ("train.lr = 1\n", "train")]
-)
-def test_a_table_in_a_configuration_is_named(tmp_path, content, table):
-    path = tmp_path / "job.toml"
-    path.write_text(content)
-    with pytest.raises(ConfigError, match="the config file has a table") as caught:
-        TrainConfig.load(str(path))
-    assert caught.value.found == f"[{table}] in {path}"
-    assert caught.value.remedy == f"leave out the line [{table}]: its keys are known without it"
-
-
 @pytest.mark.parametrize("keys", [{"out": ""}, {"data": ("here", "")}, {"from_": ""}, {"trace": ""}])
 def test_an_empty_text_in_a_configuration_is_refused(keys):
     with pytest.raises(ConfigError, match="is empty"):
@@ -99,14 +85,10 @@ def test_an_empty_text_in_a_configuration_is_refused(keys):
     ("words", "said"),
     [
         # what is gone names what to use
-        (["jobscript", "slurm"], "remedy: copy a job script: jobs/train.sbatch"),
-        (["launch", "--", "mpiexec"], "remedy: start the job without it"),
-        (["train", "--survive"], "remedy: save checkpoints"),
-        (["train", "--metrics-to", "csv"], "remedy: metrics.jsonl has every number"),
-        (["train", "--on-storage-error", "end"], "remedy: a checkpoint that cannot be written ends the training"),
-        (["train", "--temperature", "1"], "remedy: the sample of a training has the temperature 0.8"),
-        (["completion", "bash"], "remedy: `mpipipe COMMAND --help` lists"),
-        (["draw", "split"], "remedy: `mpipipe train --trace DIR` prints"),
+        (["jobscript", "slurm"], "no command jobscript\n  remedy: copy a job script: jobs/train.sbatch"),
+        (["train", "--survive"], "no option --survive\n  remedy: save checkpoints"),
+        (["train", "--micro-batch-size", "4"], "-size\n  remedy: a micro-batch has batch / (replicas x microbatches)"),
+        (["plan", "--tp=2"], "no option --tp\n  remedy: layers are not divided over ranks"),
         # an empty text is refused before anything runs
         (["train", "--out", ""], ": it is empty\n"),
         (["train", "--data", "", "--data", "here"], ": it is empty\n"),

@@ -84,29 +84,9 @@ def test_slices_reach_one_schedule_all_of_them_and_a_table(printed, tmp_path):
     assert again[-1].startswith("rank 1 ") and "1R0.1" in again[-1]
 
 
-@pytest.mark.parametrize("name, chunks", [("one_f_one_b", 1), ("interleaved_1f1b", 2), ("dualpipe_v", 2), ("all", 2)])
-def test_hops_have_the_times_of_their_links(printed, name, chunks):
-    """Stage by stage: 0.5 + 4 / 8 between nodes of two ranks, nothing within."""
-    size = dict(schedule=name, ranks=4, chunks=chunks, microbatches=8)
-    lines = printed(**size, transfer_model="0.5,8,2", message_bytes=4.0)
-    looped, on_a_v = "0,0,1,0,1,0,1,0", "0,0,1,0,0,0,1,0"
-    if name != "all":
-        assert lines == printed(**size, transfer=(on_a_v if name == "dualpipe_v" else looped)[: 8 * chunks - 1])
-        return
-    for row in lines[1:]:
-        own = row.split()[0]
-        transfer = looped if own in ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble") else on_a_v
-        assert row in printed(**size, transfer=transfer), own
-
-
 @pytest.mark.parametrize(
     "options, words",
     [
-        (dict(schedule="gpipe", transfer_model="1"), "no model of links"),
-        (dict(schedule="gpipe", transfer_model="1,2"), "says nothing without the length"),
-        (dict(schedule="gpipe", transfer_model="1,inf", transfer="1"), "messages have two costs"),
-        (dict(schedule="gpipe", message_bytes=1.0), "without a model of the links"),
-        (dict(schedule="gpipe", transfer_model="1,2", message_bytes=-1.0), "no length of a message"),
         (dict(schedule="v_half", chunks=2, ranks=2**12, microbatches=2**12), "at most 262,144 forwards"),
         (dict(schedule="gpipe", forward="one"), "--forward is no list of numbers"),
         (dict(schedule="gpipe", transfer="1,2"), "the cost transfer does not fit"),

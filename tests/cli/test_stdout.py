@@ -5,7 +5,6 @@ import sys
 import pytest
 from support.command_line import invoke
 
-from mpipipe.cli import train
 from mpipipe.cli.output import show
 from mpipipe.job import settings
 
@@ -31,8 +30,7 @@ SIZES = "--dim 16 --layers 1 --heads 2 --seq-len 16 --batch 8 --steps 2 --sample
     ],
 )
 def test_a_full_disk_is_one_line_and_a_failure(monkeypatch, words):
-    for module in (settings, train):  # as if no launcher had started this process
-        monkeypatch.setattr(module, "launcher_size", lambda environment: None)
+    monkeypatch.setattr(settings, "launcher_size", lambda environment: None)
     with open("/dev/full", "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
         ended = invoke(*words.split())

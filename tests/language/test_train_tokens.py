@@ -88,12 +88,12 @@ def test_the_loss_of_packed_documents_is_that_of_each_alone(comm, config, tokens
     close(records(chosen)[0]["validation"], loss_of(rows, pieces), path(SMALL, 16 * SMALL.seq_len))
 
 
-def test_packing_without_documents_is_a_warning(comm, config, capsys):
+def test_packing_without_documents_is_a_warning(comm, config, capfd):
     source = data.Source.of_arrays(np.arange(1900) % VOCAB, np.arange(100) % VOCAB, VOCAB)
     train(config("plain", data=[], packing="segments", steps=1), GPT, comm, data=source)
-    assert capsys.readouterr().err.count("packing = segments changes nothing") == (comm.rank == 0)
+    assert capfd.readouterr().err.count("packing = segments changes nothing") == (comm.rank == 0)
     train(config("documents", packing="segments", steps=1), GPT, comm)
-    assert "changes nothing" not in capsys.readouterr().err
+    assert "changes nothing" not in capfd.readouterr().err
 
 
 def test_packed_documents_keep_the_window_of_each_layer():

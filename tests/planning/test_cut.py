@@ -70,7 +70,6 @@ def test_ranks_that_cut_in_different_ways_are_refused_before_a_message():
         ((model()[:1], schedules.one_f_one_b(2, 2), 0), "fewer layers than stages"),
         ((model(), schedules.one_f_one_b(2, 2), 2), "no such rank"),
         ((model(), schedules.one_f_one_b(2, 2), -1), "no such rank"),
-        ((model(), "1f1b", 0), "schedule"),
         ((model(), schedules.one_f_one_b(2, 2), 0, [1, 2]), "costs must say what each layer costs"),
         ((model(), schedules.one_f_one_b(2, 2), 0, [-1] * 10), "cost"),
         (([lambda: 3, nn.Gelu], schedules.one_f_one_b(2, 2), 0), r"layers\[0\] is not a layer"),

@@ -225,7 +225,7 @@ def test_what_is_written_is_a_configuration_with_the_choice(tmp_path, capsys):
     ("keys", "place", "text"),
     [
         ({"memory_limit": "1K"}, "cpu", "no plan keeps this memory limit"),
-        ({"partition": "1,2"}, "cpu", "does not have the layers"),
+        ({"partition": "1,2"}, "cpu", "no schedule fits"),
         ({}, "cuda", "a plan is made on the CPU only"),
     ],
 )

@@ -173,10 +173,11 @@ def test_memory_that_the_process_takes_for_other_things_does_not_count(monkeypat
         thread.join()
 
 
-def test_the_last_rank_that_measures_stops_the_trace(monkeypatch):
-    """Ranks may be threads of one process; to stop it while another one computes is a SIGSEGV of Python 3.13.0."""
+def test_the_last_rank_that_measures_stops_the_trace_but_not_beside_a_thread_of_a_user(monkeypatch):
+    """To stop it while another thread allocates is a SIGSEGV of Python 3.13.0."""
     monkeypatch.setattr(memory, "UNTRACED", set())
-    monkeypatch.setattr(threading, "enumerate", lambda: [threading.main_thread()])  # threads of other tests may be left
+    threads = [threading.main_thread(), threading.Thread(name="mpipipe watchdog of a test")]
+    monkeypatch.setattr(threading, "enumerate", lambda: threads)  # those of other tests may be left
     tracemalloc.stop()  # which was left on beside such a thread
     first, second = memory.tracing(), memory.tracing()
     first.__enter__(), second.__enter__()
@@ -184,6 +185,10 @@ def test_the_last_rank_that_measures_stops_the_trace(monkeypatch):
     assert tracemalloc.is_tracing()
     second.__exit__(None, None, None)
     assert not tracemalloc.is_tracing()
+    with memory.tracing():
+        threads.append(threading.Thread(name="of a user"))
+    assert tracemalloc.is_tracing()
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "interleaved_1f1b", "looped_bfs", "dualpipe_v"])

@@ -139,7 +139,7 @@ def test_ranks_of_several_pipelines_that_are_no_replicas_are_refused():
         pipeline.close()
         return pipeline.recorder, refusal.value.found
 
-    assert inprocess.run(2, job) == [(None, "rank 0 of replica 0 is there 2 times")] * 2
+    assert inprocess.run(2, job) == [(None, "2 ranks of 1 pipeline")] * 2
 
 
 def test_what_is_written_is_read_by_other_tools(tmp_path):

@@ -5,13 +5,10 @@ import resource
 import pytest
 from support.text_plan import text_plan
 
-from mpipipe import Mesh, planning, schedules
+from mpipipe import planning
 from mpipipe.errors import ConfigError, MpipipeError
-from mpipipe.job import inprocess
-from mpipipe.language.inference.generation import build_decoder, check_decoding
 from mpipipe.language.models import GPT
 from mpipipe.planning import memory
-from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.train import TrainConfig, train
 from mpipipe.train.training_plan import problem_of
 
@@ -25,7 +22,6 @@ ABSURD = [
     ({"dim": 10**7, "dtype": "bfloat16", "optimizer": "sgd"}, "does not fit into memory"),
     ({"seq_len": 10**10}, "does not fit into memory"),
     ({"batch": 10**10}, "does not fit into memory"),
-    ({"sample_bytes": 10**11}, "generating text .* does not fit into memory"),
     ({"steps": 10**30}, "out of range"),
 ]
 
@@ -62,28 +58,8 @@ def test_a_model_that_just_fits_is_not_refused(monkeypatch):
         planning.check_training(problem, plan, rank, "cuda", sample=sample, message=message)
 
 
-def test_every_array_of_a_decoder_is_counted(monkeypatch):
-    model = GPT(dim=16, layers=2, heads=2, seq_len=8, head_dim=64, kv_heads=1, windows=(3, None))
-    plan = LayerPlan(schedules.forward_only(1, 1, 1), [(0, 6)], rows=4)
-    caches = 2 * 2 * model.kv_heads * model.head_dim * 100 * 4  # keys and values of both blocks in float32
-
-    def build(room):
-        def on_the_rank(comm):
-            with Mesh(comm, pipe=1) as mesh, build_decoder(model, plan, mesh, "float32", 100, lambda stages: None):
-                pass
-
-        monkeypatch.setattr(memory, "machine_memory", lambda: room)
-        inprocess.run(1, on_the_rank)
-
-    needed = 2 * model.parameters * 4 + caches
-    build(needed)
-    with pytest.raises(ConfigError, match="does not fit into memory"):
-        build(needed - 1)
-
-
 def test_a_machine_that_does_not_say_how_much_memory_it_has_refuses_nothing(monkeypatch):
     assert memory.machine_memory() > 1 << 28  # this one does
-    plan = LayerPlan(schedules.forward_only(1, 1, 1), [(0, 10)], rows=1)
     monkeypatch.setattr(memory.processor, "bytes_of_line", lambda *_: None)
     assert memory.machine_memory() is None
-    check_decoding(GPT(dim=10**7, heads=1), plan, 0, "float32", (1, 10**12))
+    memory.check_memory("a training", {"parameters": 10**18}, "none")

@@ -103,14 +103,6 @@ def test_nothing_is_written_through_links(comm, mpi_tmp_path, config):
             shutil.rmtree(out)
 
 
-def test_a_working_folder_that_is_gone_is_refused_on_every_rank(comm, own_folder):
-    if comm.rank == 0:
-        own_folder.rmdir()
-    with pytest.raises(ConfigError, match="working folder is gone"):
-        output_folder.shared_path(comm, "run")
-    os.chdir(own_folder.parent)
-
-
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.skipif(not os.path.exists("/proc/self/cwd"), reason="needs /proc, where a path is another one by process")
 def test_a_folder_that_each_rank_has_for_itself_is_refused_before_training(comm, own_folder, config, monkeypatch):

@@ -187,22 +187,14 @@ def test_groups_freezing_and_an_optimizer_of_its_own(tmp_path):
             parameters(Slow, 3, "refused")
 
 
-@pytest.mark.parametrize(
-    ("freeze", "words"),
-    [
-        ((), "163 parameters of which 67 are trained"),
-        (("1.*",), "123 parameters and 40 of adapters, which alone are trained"),
-        (("1.*", "*lora_A"), "123 parameters and 24 of adapters, which alone are trained"),
-        (("*", "!1.bias"), "163 parameters of which 3 are trained"),
-    ],
-)
-def test_it_says_how_many_parameters_are_trained_and_whether_they_are_those_of_adapters(freeze, words):
+@pytest.mark.parametrize(("freeze", "trained"), [((), 67), (("1.*",), 40), (("1.*", "*lora_A"), 24)])
+def test_it_says_how_many_parameters_are_trained(freeze, trained):
     class Adapted(Field):
         def __init__(self):
             self.freeze = freeze
             self.outline = [*nn.LoRA(2, 4.0, ["linear"]).apply([nn.Linear(8, 12, bias=False)]), nn.Linear(8, 3)]
 
-    assert Adapted().parameters_in_words() == words
+    assert Adapted().parameters_in_words() == f"163 parameters of which {trained} are trained"
 
 
 def test_the_bubble_counts_the_wait_for_a_batch(tmp_path, monkeypatch):

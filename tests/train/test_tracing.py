@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.small_training import config_in
 
-from mpipipe.errors import ArgumentError, ConfigError
+from mpipipe.errors import ArgumentError
 from mpipipe.job import inprocess
 from mpipipe.job.preemption import Preemption
 from mpipipe.language.models import GPT
@@ -65,9 +65,6 @@ def test_a_training_that_has_to_leave_writes_what_it_has(small, monkeypatch):
 
 
 def test_a_folder_in_the_way_is_refused_before_anything_runs(small):
-    for trace in (".", "..", "trace"):
-        with pytest.raises(ConfigError, match="one of out and trace is inside the other"):
-            run(small(trace=str((Path(small().out) / trace).resolve())))
     Path(small().trace).mkdir()
     with pytest.raises(ArgumentError, match="the folder for a trace exists"):
         run(small())

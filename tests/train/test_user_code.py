@@ -2,9 +2,7 @@
 
 import json
 import random
-import threading
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,8 +12,6 @@ from mpipipe import nn
 from mpipipe.cli.output import naming_exits
 from mpipipe.errors import ConfigError, MpipipeError
 from mpipipe.job import inprocess
-from mpipipe.planning import memory
-from mpipipe.planning.memory import tracing
 from mpipipe.train import Task, TaskConfig, TaskFileConfig, load_task, run
 from mpipipe.train.setup import export
 
@@ -97,19 +93,10 @@ def test_code_that_leaves_by_os_exit_is_an_error_where_one_process_looks_at_a_ta
 @pytest.mark.parametrize(
     ("place", "line", "text"),
     [
-        (
-            "attributes",
-            "layout = 'spiral'",
-            r"Waves.layout in waves.py cannot be used(.|\n)*spiral(.|\n)*contiguous or zigzag",
-        ),
-        ("attributes", "per_second = 'loss'", "Waves.per_second in waves.py cannot be used"),
+        ("attributes", "unit = None", "Waves.unit in waves.py cannot be used"),
         ("attributes", "units = 0", "Waves.units in waves.py cannot be used"),
-        ("attributes", "freeze = (3,)", "Waves.freeze in waves.py cannot be used"),
-        ("attributes", "freeze = '0.*'", "Waves.freeze in waves.py cannot be used"),
-        ("attributes", "groups = 5", "Waves.groups in waves.py cannot be used"),
+        ("attributes", "per_second = 'loss'", "Waves.per_second in waves.py cannot be used"),
         ("attributes", "folders = 'weights'", "Waves.folders in waves.py cannot be used"),
-        ("end", "Waves.loss = 3", r"Waves\.loss in waves.py cannot be used"),
-        ("end", "Waves.loss = dict", r"Waves\.loss in waves.py cannot be used"),
         ("costs", "return [1.0] * 50", r"Waves.costs in waves.py returns no cost(.|\n)*3 finite numbers"),
         ("costs", "return [1.0, 2.0, float('nan')]", "Waves.costs in waves.py returns no cost"),
         ("costs", "return 7", "Waves.costs in waves.py raised TypeError"),
@@ -172,31 +159,6 @@ def test_a_file_in_an_encoding_of_its_own_is_read_as_python_reads_it(tmp_path, e
 
     inprocess.run(1, work)
     assert tasks[0].name == "caf\xe9" and (tmp_path / "run" / "waves.py").read_bytes() == file.read_bytes()
-
-
-def test_the_trace_of_memory_is_not_stopped_beside_threads_of_a_user(monkeypatch):
-    """Python may end the process by SIGSEGV where another thread allocates meanwhile."""
-    calls = []
-    trace = SimpleNamespace(
-        is_tracing=lambda: False, start=lambda: calls.append("start"), stop=lambda: calls.append("stop")
-    )
-    monkeypatch.setattr(memory, "tracemalloc", trace)
-    monkeypatch.setattr(memory, "UNTRACED", set())
-    stop = threading.Event()
-    users = threading.Thread(target=stop.wait)
-    # those that libraries of other tests have left go on
-    threads = [threading.main_thread(), threading.Thread(name="mpipipe watchdog of a test")]
-    monkeypatch.setattr(threading, "enumerate", lambda: threads)
-    with tracing():
-        threads.append(users)
-        users.start()
-    assert calls == ["start"]
-    threads.remove(users)
-    stop.set()
-    users.join()
-    with tracing():
-        pass
-    assert calls == ["start", "start", "stop"]
 
 
 class Reads(Task):

@@ -51,25 +51,15 @@ MOST = 0.1
 class DataListing:
     """Data as one rank lists them; the other ranks open them without another look.
 
-    `entries` are (path, bytes) of all files; the paths of the `default` data begin in the folder of
-    the standard library. `token_files` is empty for files of text.
+    `files` are (path, bytes) of all files. `token_files` is empty for files of text.
     """
 
-    entries: tuple[tuple[Path, int], ...]
+    files: tuple[tuple[Path, int], ...]
     fingerprint: str
     vocab: int = BYTES
     unit: str = "bytes"
     tokenizer: str | None = None
     token_files: tuple[TokenFile, ...] = ()
-    default: bool = False
-
-    @property
-    def files(self) -> list[tuple[Path, int]]:
-        """(file, bytes) of each file, where this rank has it; none is read for it."""
-        root = Path()
-        if self.default:
-            root = library_folder()
-        return [(root / name, size) for name, size in self.entries]
 
     def open(self, seq_len: int) -> Source:
         """Split the data into training and validation; raise DataError if one is too short."""
@@ -118,21 +108,14 @@ def find(paths: Sequence[str | Path], vocab: int | None = None) -> DataListing:
     if tokens:
         return _list_tokens(tokens, vocab)
     listed = []
-    if places:
-        for path in places:
-            listed += find_files(path)
-        return DataListing(tuple(listed), fingerprint(listed))
-    folder = library_folder()
-    entries = []
-    for path, size in _walk(folder):
-        if path.suffix == ".py" and size:
-            listed.append((path, size))
-            entries.append((path.relative_to(folder), size))
-    if not listed:
-        raise DataError(
-            "the standard library's source is not installed here", found=str(folder), remedy=REMEDY
-        )
-    return DataListing(tuple(entries), fingerprint(listed), default=True)
+    for path in places:
+        listed += find_files(path)
+    if not places:
+        # The source of the standard library.
+        for path, size in _walk(Path(sysconfig.get_path("stdlib"))):
+            if path.suffix == ".py" and size:
+                listed.append((path, size))
+    return DataListing(tuple(listed), fingerprint(listed))
 
 
 def _list_tokens(paths: Sequence[Path], vocab: int | None) -> DataListing:
@@ -279,11 +262,6 @@ def find_files(path: Path) -> list[tuple[Path, int]]:
         expected = "a text file, or a folder with one"
         raise DataError("no text in the data", found=str(path), expected=expected, remedy=REMEDY)
     return listed
-
-
-def library_folder() -> Path:
-    """Return the folder of this interpreter's standard library."""
-    return Path(sysconfig.get_path("stdlib"))
 
 
 def _walk(folder: Path) -> list[tuple[Path, int]]:

@@ -107,12 +107,11 @@ def _hash(text: str) -> str:
 
 def _around(library: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ids that the tokenizer puts before and after a text."""
-    bare = library.encode("a", add_special_tokens=False).ids
-    full = library.encode("a", add_special_tokens=True).ids
-    for count in range(len(full) - len(bare) + 1):
-        if full[count : count + len(bare)] == bare:
-            return tuple(full[:count]), tuple(full[count + len(bare) :])
-    return (), ()
+    encoding = library.encode("a", add_special_tokens=True)
+    # One more 0 at the end stands for a tokenizer that knows no "a".
+    start = [*encoding.special_tokens_mask, 0].index(0)
+    stop = start + encoding.special_tokens_mask.count(0)
+    return tuple(encoding.ids[:start]), tuple(encoding.ids[stop:])
 
 
 def _end_of_text(library: Any, path: Path, named: str | None, vocab: int) -> int | None:
@@ -120,15 +119,14 @@ def _end_of_text(library: Any, path: Path, named: str | None, vocab: int) -> int
     token: Any = named
     source: str | Path = "the command line"
     for name in ("tokenizer_config.json", "special_tokens_map.json", "config.json"):
-        if token is not None:
-            break
-        source = path.with_name(name)
-        facts = _facts(source)
-        token = facts.get("eos_token", facts.get("eos_token_id"))
-        if isinstance(token, dict):
-            token = token.get("content")
-        elif isinstance(token, list) and token:
-            token = token[0]
+        if token is None:
+            source = path.with_name(name)
+            facts = _facts(source)
+            token = facts.get("eos_token", facts.get("eos_token_id"))
+    if isinstance(token, dict):
+        token = token.get("content")
+    elif isinstance(token, list) and token:
+        token = token[0]
     if token is None:
         return None
     number = token

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 import numpy as np
 
 from mpipipe import arrays, nn, schedules
-from mpipipe.attention import KVCache, Local
+from mpipipe.attention import KVCache
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.even_split import even_split
@@ -28,7 +28,7 @@ from mpipipe.job import group_of
 from mpipipe.language.data.windows import generator
 from mpipipe.language.models.gpt import GPT, check_layers
 from mpipipe.pipeline import Pipeline
-from mpipipe.planning import LayerPlan, attentions, check_memory, parameters_of
+from mpipipe.planning import LayerPlan
 
 # Fewer sequences are not divided: a product with few rows costs as much as one with a single row.
 LEAST = 4
@@ -255,8 +255,7 @@ def build_decoder(
     `load_weights` may be collective; it sets the parameters of this rank's stages, which are on the
     host.
 
-    Raises ConfigError, on every rank, if parameters and caches cannot fit into memory, and where
-    learned positions are fewer than `capacity` - 1.
+    Raises ConfigError, on every rank, where learned positions are fewer than `capacity` - 1.
     """
     group = group_of(mesh.comm)
     # There are no labels.
@@ -267,7 +266,6 @@ def build_decoder(
         return SequenceCaches(underway, capacity, min(window or model.seq_len, model.seq_len))
 
     with group.raise_together("generate: the decoder"):
-        check_decoding(model, plan, mesh.pipe.rank, dtype, (batch, capacity))
         longest = longest_text(model)
         if longest is not None and capacity > longest:
             raise ConfigError(
@@ -310,30 +308,6 @@ def longest_text(model: GPT) -> int | None:
     The last token is not read.
     """
     return model.max_positions and model.max_positions + 1
-
-
-def check_decoding(
-    model: GPT, plan: LayerPlan, rank: int, dtype: str, caches: tuple[int, int]
-) -> None:
-    """Raise ConfigError if parameters and caches surely exceed memory.
-
-    `caches` are sequences, and positions of each.
-    """
-    batch, capacity = caches
-    layers = model.build(Local())
-    of_rank = [layers[place] for place in plan.layers_of(rank)]
-    width = sum(2 * layer.kv_heads * layer.head_dim for layer in attentions(of_rank))
-    count = parameters_of(of_rank)
-    size = arrays.dtype(dtype).itemsize
-    needs = {
-        f"{count:,} parameters": 2 * count * size,  # a stage has as many gradients
-        f"keys and values of {batch} x {capacity:,} positions": batch * capacity * width * size,
-    }
-    check_memory(
-        f"generating text on pipeline rank {rank}",
-        needs,
-        "generate fewer tokens, or answers to fewer prompts at once, or use more ranks",
-    )
 
 
 # -- How the next token is drawn from logits: in float64, with one answer to ties

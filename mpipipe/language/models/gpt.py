@@ -360,11 +360,10 @@ def check_fields(model: GPT) -> None:
 
 
 def check_heads(model: GPT) -> None:
-    """Raise ArgumentError unless the heads go together; `head_dim` may be None."""
-    rotary = model.positions == "rotary"
+    """Raise ArgumentError unless the heads divide the width, where `head_dim` is None."""
     unit = model.heads
     expected = "dim a multiple of heads"
-    if rotary:
+    if model.positions == "rotary":
         unit *= 2
         expected = "dim a multiple of 2 x heads, since rotary positions turn pairs of elements"
     if model.head_dim is None and model.dim % unit:
@@ -373,17 +372,6 @@ def check_heads(model: GPT) -> None:
             found=f"dim {model.dim}, heads {model.heads}",
             expected=expected,
             remedy=f"for example dim = {-(-model.dim // unit) * unit}",
-        )
-    if model.head_dim is not None and rotary and model.head_dim % 2:
-        raise ArgumentError(
-            "head_dim of a GPT is odd",
-            found=f"head_dim {model.head_dim}",
-            expected="pairs of elements, for rotary positions",
-        )
-    if model.heads % model.kv_heads:
-        raise ArgumentError(
-            "kv_heads of a GPT is no divisor of heads",
-            found=f"kv_heads {model.kv_heads}, heads {model.heads}",
         )
 
 
@@ -422,13 +410,10 @@ def checked_windows(windows: Any, layers: int) -> tuple[int | None, ...] | None:
     """Return a window for each layer, or None if no layer has one."""
     if windows is None:
         return None
-    if type(windows) not in (tuple, list) or len(windows) != layers:
-        raise _wrong(
-            "windows", windows, f"a tuple of {counted(layers, 'window')}, one for each layer"
-        )
-    for window in windows:
-        if window is not None and not _is_size(window):
-            raise _wrong("windows", windows, "for each layer an integer of at least 1, or None")
+    fits = type(windows) in (tuple, list) and len(windows) == layers
+    if not fits or not all(window is None or _is_size(window) for window in windows):
+        expected = f"{counted(layers, 'window')}, each an integer of at least 1, or None"
+        raise _wrong("windows", windows, expected)
     if all(window is None for window in windows):
         return None
     return tuple(windows)

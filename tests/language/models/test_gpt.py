@@ -218,6 +218,7 @@ def test_sizes_and_costs_follow_the_description():
         ({"kv_heads": 3}, "kv_heads"),
         ({"norm": "batch"}, "norm"),
         ({"eps": -1e-6}, "eps"),
+        ({"qkv_bias": "no"}, "qkv_bias"),
         ({"positions": "alibi"}, "positions"),
         ({"positions": "learned", "max_positions": 7}, "max_positions"),
         ({"positions": "learned", "rope_scaling": LLAMA3}, "rope_scaling"),
@@ -237,7 +238,7 @@ def test_sizes_and_costs_follow_the_description():
 )
 def test_options_that_make_no_sense_are_refused_by_name(options, match):
     with pytest.raises(ArgumentError, match=match) as caught:
-        GPT(**SIZES | options)
+        GPT(**SIZES | options).build(Local())
     assert caught.value.expected or caught.value.found
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from support import huggingface_reference as theirs
 
 from mpipipe import nn
+from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.language.models import GPT
 from mpipipe.language.models.huggingface.families import FAMILIES, expressed, read_config
@@ -162,7 +163,7 @@ CHANGED = [(family, key, value) for family, changes in CHANGES.items() for key, 
 def test_a_value_that_would_change_the_result_is_refused_by_the_name_of_its_option(family, key, value):
     config = {**theirs.CONFIGS[family], key: value}
     with pytest.raises(ArgumentError) as caught:
-        GPT(**read_config(config, PLACE)[1])
+        GPT(**read_config(config, PLACE)[1]).build(Local())
     words = {"num_key_value_heads": "kv_heads", "rope_parameters": "rope"}
     assert words.get(key, key.split("_theta")[0]) in str(caught.value)
 
