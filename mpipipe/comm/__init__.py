@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mpipipe.comm.mailbox import Envelope, Incoming, Leaf, Lease, Mailbox
     from mpipipe.comm.mesh import ORDER, Coordinates, Mesh, extents_of, rank_at, select_device
     from mpipipe.comm.nccl.channel import agree_on_nccl
-    from mpipipe.comm.nccl.sums import NcclRow, NcclSums
+    from mpipipe.comm.nccl.sums import NcclSums
     from mpipipe.comm.ring_exchange import ROTATIONS, RingExchange
     from mpipipe.comm.tags import BACKWARD, DATA, FORWARD, HEADER, Tags
     from mpipipe.comm.transfer import (

@@ -2,13 +2,13 @@
 
 optimizers   AdamW and SGD, groups of parameters, the curve of the learning rate
 shards       the state of an optimizer over replicas, a share on each
-norm         the global norm of gradients: gathered by MPI, begun and ended, or on GPUs
+norm         the global norm of gradients: gathered by MPI, or on one GPU
 step         clipping, the scale of the loss, and steps with a norm and a scale
 """
 
 from __future__ import annotations
 
-from mpipipe.optim.norm import GlobalNorm, NormOfStep
+from mpipipe.optim.norm import NormOfStep
 from mpipipe.optim.optimizers import (
     SGD,
     AdamW,
@@ -24,7 +24,6 @@ from mpipipe.optim.step import LossScaler, clip_by_global_norm, scaled_step
 __all__ = [
     "SGD",
     "AdamW",
-    "GlobalNorm",
     "Group",
     "LossScaler",
     "Optimizer",

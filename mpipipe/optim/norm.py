@@ -1,20 +1,19 @@
 """The global norm of gradients: of all stages on all ranks together.
 
-    by MPI     each rank sends the exact sum of its squares as few numbers
-    on GPUs    squares of each parameter   NCCL: those of all ranks   factor, update
+    several ranks   each sends the exact sum of its squares as few numbers
+    one GPU         squares of each parameter, factor of the gradients, update
 
 The squares of each parameter are summed in float64, and the sums of all parameters are added
-exactly. So both have the same bits, on all ranks and however the model is cut. On GPUs the device
-computes the factor of the gradients, and a kernel takes it from the device's memory: the update is
-asked for before the host knows the norm. The host fetches the sums of squares meanwhile, to return
-the norm and to name a gradient that is not finite.
+exactly. So both have the same bits, on all ranks and however the model is cut. If one GPU has the
+whole model, it computes the factor of the gradients, and a kernel takes it from the device's
+memory: the update is asked for before the host knows the norm. The host fetches the sums of squares
+meanwhile, to return the norm and to name a gradient that is not finite.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from functools import total_ordering
 from typing import NamedTuple, NoReturn, Protocol, TypeAlias
 
@@ -22,7 +21,6 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
-from mpipipe.comm import NcclRow, agree_on_nccl
 from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.job import VALUES, Communicator, group_of, raise_on_all
 from mpipipe.nn import clip_factor
@@ -66,9 +64,18 @@ Report: TypeAlias = "tuple[list[float], list[NonFiniteParameter]]"
 
 
 class Norm:
-    """The norm over stages of this rank and of the ranks of `comm`."""
+    """The norm over stages of this rank and of the ranks of `comm`.
 
-    def __init__(self, stages: Sequence[object], comm: Communicator | None = None) -> None:
+    Raises ArgumentError for a largest norm that is not above 0.
+    """
+
+    def __init__(
+        self, stages: Sequence[object], comm: Communicator | None = None, max_norm: float = math.inf
+    ) -> None:
+        if not max_norm > 0:
+            raise ArgumentError(
+                "max_norm must be above 0", found=repr(max_norm), expected="above 0"
+            )
         self.stages = tuple(stages)
         self.comm = comm
         self._group = None  # None if no rank is asked
@@ -77,19 +84,11 @@ class Norm:
             self._rank = comm.rank
             if comm.size > 1:
                 self._group = group_of(comm)
-        self._row: NcclRow | None = None  # set if GPUs put the norm together
-        self._owners: list[NonFiniteParameter] = []  # one for each number of the row
-        self._here = slice(0, 0)  # numbers of this rank
 
     @property
     def on_device(self) -> bool:
-        """Whether the norm stays on the device; the same on all ranks."""
-        return self._row is not None or (self._group is None and device_of(self.stages) == "cuda")
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether the ranks put it together on their GPUs."""
-        return self._row is not None
+        """Whether the norm stays on the device: no other rank is asked, and all is on one GPU."""
+        return self._group is None and device_of(self.stages) == "cuda"
 
     def measure(self, scale: float) -> MeasuredNorm:
         """Add up the squares of all ranks; an error on one rank is raised on all.
@@ -127,29 +126,29 @@ class Norm:
 
     def _report(self) -> Report:
         """Measure the squares of the parameters of this rank."""
-        rows = [self._squares(stage) for stage in as_stages(self.stages)]
+        rows = [self.squares(stage) for stage in as_stages(self.stages)]
         squares = []
         for row in arrays.download_all(rows):
             squares += row.tolist()
-        return squares, self._owners_here()
+        return squares, self.owners()
 
-    def _names(self, stage: PipelineStage) -> list[str]:
+    def names(self, stage: PipelineStage) -> list[str]:
         """Return the names of the parameters of a stage that count."""
         return [name for name in stage.gradients if name not in stage.tied_copies]
 
-    def _owners_here(self) -> list[NonFiniteParameter]:
+    def owners(self) -> list[NonFiniteParameter]:
         """Return rank, stage and name of each parameter of this rank that counts."""
         owners = []
         for stage in as_stages(self.stages):
-            for name in self._names(stage):
+            for name in self.names(stage):
                 owners.append(NonFiniteParameter(self._rank, stage.index, name))
         return owners
 
-    def _squares(self, stage: PipelineStage, out: Array | None = None) -> Array:
+    def squares(self, stage: PipelineStage, out: Array | None = None) -> Array:
         """Sum up the squares of each parameter of a stage that counts."""
         gradients = stage.gradients
         ranges = []
-        for name in self._names(stage):
+        for name in self.names(stage):
             start = gradients.offsets[name]
             ranges.append((start, start + gradients[name].size))
         return stage.kernels.sums_of_squares(gradients.flat, ranges, out=out)
@@ -189,102 +188,6 @@ def expansion(numbers: Iterable[float]) -> list[float]:
     return parts
 
 
-class GlobalNorm(Norm):
-    """Over which stages and ranks a norm is taken, for `clip_by_global_norm` and `scaled_step`.
-
-    Where each rank has a GPU of its own and NCCL is used, the ranks put the norm together on their
-    GPUs: the host asks for the update before it knows the norm. Everywhere else MPI gathers it, as
-    without this object. Norm and update have the same bits either way.
-
-    The constructor and `close` are collective. A context manager; after an error nothing collective
-    is done.
-
-    Parameters
-    ----------
-    stages : sequence of stages
-        The stages of this rank, those of the optimizer. Where they belong to a pipeline, it must
-        have been built.
-    comm : communicator or None
-        As for `clip_by_global_norm`.
-    replicas : communicator, optional
-        The ranks with the same stages, as for `Pipeline`. They are asked as well whether NCCL can
-        be used.
-
-    Raises
-    ------
-    BackendError
-        On all ranks, where `MPIPIPE_NCCL=on` and NCCL cannot be used.
-
-    Examples
-    --------
-    >>> from mpipipe import nn, optim
-    >>> from mpipipe.job import inprocess
-    >>> def on_each_rank(comm):
-    ...     stage = nn.Stage([nn.RMSNorm(2)], first=comm.rank)
-    ...     stage.gradients[f"{comm.rank}.gain"][...] = 3 + comm.rank
-    ...     optimizer, scaler = optim.SGD([stage], lr=0.5), optim.LossScaler(1.0)
-    ...     with optim.GlobalNorm([stage], comm) as over:
-    ...         return optim.scaled_step(optimizer, scaler, max_norm=1.0, over=over)
-    >>> [round(norm, 4) for norm in inprocess.run(2, on_each_rank)]
-    [7.0711, 7.0711]
-    """
-
-    def __init__(
-        self,
-        stages: Sequence[object],
-        comm: Communicator | None = None,
-        replicas: Communicator | None = None,
-    ):
-        super().__init__(stages, comm)
-        group = self._group
-        if group is None:
-            return
-        groups = [group]
-        if replicas is not None and replicas.size > 1:
-            groups.append(group_of(replicas))
-        if not agree_on_nccl(groups, device_of(self.stages)).sums:
-            return
-        everyone = group.gather(WHAT, self._owners_here())
-        start = sum(map(len, everyone[: group.rank]))
-        self._here = slice(start, start + len(everyone[group.rank]))
-        for owners in everyone:
-            self._owners += owners
-        if self._owners:
-            self._row = NcclRow(group, len(self._owners), WHAT)
-
-    def close(self) -> None:
-        """Free what NCCL has opened; collective, may be called twice."""
-        row = self._row
-        self._row = None
-        if row is not None:
-            row.close()
-
-    def __enter__(self) -> GlobalNorm:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is None:
-            self.close()
-
-    def _check(self, stages: Sequence[object]) -> None:
-        """Raise ArgumentError, on all ranks, for other stages or parameters than at first."""
-        if self._group is not None:
-            self._group.begin()
-        with nullcontext() if self._group is None else self._group.failing(WHAT):
-            same = list(map(id, stages)) == list(map(id, self.stages))
-            if self._row is not None:
-                same = same and self._owners_here() == self._owners[self._here]
-            if not same:
-                raise ArgumentError(
-                    "the stages of an optimizer, or the parameters that count, are not those of "
-                    "the norm",
-                    found=f"{len(stages)} stages",
-                    expected=f"the {len(self.stages)} that the GlobalNorm was made with, in their "
-                    "order",
-                    remedy="make it once the pipeline has been built",
-                )
-
-
 @total_ordering
 class NormOfStep:
     """A norm that is begun on a GPU; reading it by `float()` or comparing waits for the GPU.
@@ -319,24 +222,20 @@ class NormOfStep:
         divisor: float = 1.0,
         optimizer: Steps | None = None,
     ) -> None:
-        row = norm._row
-        self._norm = norm
-        self._owners = norm._owners or norm._owners_here()
+        self._comm = norm.comm
+        self._owners = norm.owners()
         self._scale = scale
         self._optimizer = optimizer
         self._step = 0
         if optimizer is not None:
             self._step = optimizer.steps + 1
         self._measured: MeasuredNorm | None = None
-        with nullcontext() if row is None else row.group.failing(WHAT):
-            squares = arrays.zeros((len(self._owners),), np.dtype(np.float64), "cuda")
-            start = norm._here.start
-            for stage in as_stages(norm.stages):
-                stop = start + len(norm._names(stage))
-                norm._squares(stage, out=squares[start:stop])
-                start = stop
-            if row is not None:
-                row.share(squares)
+        squares = arrays.zeros((len(self._owners),), np.dtype(np.float64), "cuda")
+        start = 0
+        for stage in as_stages(norm.stages):
+            stop = start + len(norm.names(stage))
+            norm.squares(stage, out=squares[start:stop])
+            start = stop
         self.factor = clip_factor(squares, max_norm, scale, divisor)
         self._download: arrays.Download | None = arrays.Download([squares])
 
@@ -348,10 +247,6 @@ class NormOfStep:
         """Wait for the norm alone."""
         if self._measured is None:
             assert self._download is not None  # until it is measured
-            row = self._norm._row
-            if row is not None:
-                # Other ranks may fail, and the host must not wait for its device then.
-                row.wait(self._download.is_done, keeping=self)
             squares = self._download.result()[0].tolist()
             self._measured = _measured(squares, self._owners, self._scale)
             # Norms of many steps may be kept, once they are read.
@@ -365,7 +260,7 @@ class NormOfStep:
     def __float__(self) -> float:
         norm, bad = self.result()
         if bad is not None:
-            bad.refuse(self._norm.comm, f" in step {self._step} of the optimizer")
+            bad.refuse(self._comm, f" in step {self._step} of the optimizer")
         return norm
 
     def __eq__(self, other: object) -> bool:
@@ -381,19 +276,3 @@ class NormOfStep:
 
     def __repr__(self) -> str:
         return repr(float(self))
-
-
-def norm_of(
-    max_norm: float, stages: Sequence[object], comm: Communicator | None, over: GlobalNorm | None
-) -> Norm:
-    """Return the norm for a function with these arguments: `over`, or one of the others."""
-    if not max_norm > 0:
-        raise ArgumentError("max_norm must be above 0", found=repr(max_norm), expected="above 0")
-    if over is None:
-        return Norm(stages, comm)
-    if comm is not None:
-        raise ArgumentError(
-            "a GlobalNorm has its own communicator", found="over with comm", expected="over alone"
-        )
-    over._check(stages)
-    return over

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from mpipipe.errors import ArgumentError
 from mpipipe.job import Communicator
 from mpipipe.nn import rescale
-from mpipipe.optim.norm import GlobalNorm, NormOfStep, norm_of
+from mpipipe.optim.norm import Norm, NormOfStep
 from mpipipe.optim.optimizers import FlatOptimizer
 from mpipipe.stages import StageLike, as_stages
 
@@ -18,7 +18,6 @@ def clip_by_global_norm(
     max_norm: float,
     comm: Communicator | None = None,
     scale: float = 1.0,
-    over: GlobalNorm | None = None,
 ) -> float:
     """Scale the gradients in place to a norm of at most `max_norm`; return the norm before that.
 
@@ -38,15 +37,13 @@ def clip_by_global_norm(
     scale : float
         Factor that the gradients carry, and go on carrying. Both norms are those of gradients /
         scale.
-    over : GlobalNorm, optional
-        In place of `comm`: the ranks may keep the norm on their GPUs.
 
     Raises
     ------
     NonFiniteError
         A gradient is NaN or infinite. All ranks raise it, and it names rank, stage and parameter.
     ArgumentError
-        `max_norm` is not above 0, or `over` comes with `comm`, or is of other stages.
+        `max_norm` is not above 0.
 
     Examples
     --------
@@ -58,7 +55,7 @@ def clip_by_global_norm(
     >>> stage.gradients["0.gain"]
     array([0.5, 0.5, 0.5, 0.5], dtype=float32)
     """
-    norm = norm_of(max_norm, stages, comm, over)
+    norm = Norm(stages, comm, max_norm)
     adapters = as_stages(stages)
     if norm.on_device:
         begun = NormOfStep(norm, max_norm, scale)
@@ -186,7 +183,6 @@ def scaled_step(
     max_norm: float = math.inf,
     lr: float | None = None,
     comm: Communicator | None = None,
-    over: GlobalNorm | None = None,
 ) -> float | NormOfStep | None:
     """Make a step of the optimizer with gradients that carry `scaler.scale`, and update the scaler.
 
@@ -203,7 +199,7 @@ def scaled_step(
         Above 0: larger gradients are clipped to it, without a pass of their own.
     lr : float, optional
         Overrides the learning rate for this step.
-    comm, over : optional
+    comm : communicator, optional
         As for `clip_by_global_norm`.
 
     Raises
@@ -225,18 +221,18 @@ def scaled_step(
     >>> stage.parameters["0.gain"]
     array([0.5, 0.5, 0.5, 0.5], dtype=float32)
     """
-    norm = norm_of(max_norm, optimizer.stages, comm, over)
+    norm = Norm(optimizer.stages, comm, max_norm)
     scale = scaler.scale
     if norm.on_device:
         # On the GPU: compute the norm, then step or skip, without waiting for the host.
         scaler.read_norms(wait=False)
         begun = NormOfStep(norm, max_norm, scale, scale, optimizer)
         optimizer.step(lr=lr, scale=begun.factor)
-        if not scaler.dynamic and not norm.is_shared:
+        if not scaler.dynamic:
             scaler.update(finite=True)
             scaler.unread.append(begun)
             return begun
-        # The scale of the next step depends on this norm, or other ranks may fail.
+        # The scale of the next step depends on this norm.
         measured = begun.result()
     else:
         measured = norm.measure(scale)

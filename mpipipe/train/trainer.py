@@ -75,6 +75,7 @@ class Trainer:
         self.task = task = reader.task
         self.mesh = mesh = reader.mesh
         self.group = group_of(mesh.comm)
+        self.pipe = mesh.pipe
         self.out = out
         # Where a trace of some steps will be written.
         self.trace = trace
@@ -100,7 +101,6 @@ class Trainer:
                 slice_lengths=reader.shard.slice_lengths,
             )
         )
-        self.norm = stack.enter_context(optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas))
         with self.group.raise_together("train: the optimizer"):
             self.optimizer = make_optimizer(task, config, stages, mesh)
         # In its context the parameters of the stages can be read and set; an optimizer of a task
@@ -303,7 +303,7 @@ class Trainer:
             nn.announce_write(optimizer, *optimizer.stages)
             with self._as_replicas():
                 self.norm_of_step = optim.scaled_step(
-                    optimizer, scaler, config.clip, lr=self.lr, over=self.norm
+                    optimizer, scaler, config.clip, self.lr, self.pipe
                 )
         self.spent += 1, perf_counter() - start, waited
 

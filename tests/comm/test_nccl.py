@@ -11,7 +11,7 @@ from support.around import make
 from mpipipe import arrays
 from mpipipe.comm.nccl import channel, sums
 from mpipipe.comm.nccl.channel import Facts, NcclChoice, NcclTask, agree_on_nccl, judge
-from mpipipe.comm.nccl.sums import NcclRow, NcclSums
+from mpipipe.comm.nccl.sums import NcclSums
 from mpipipe.errors import BackendError
 from mpipipe.job import inprocess
 from mpipipe.job.group import RankGroup, group_of
@@ -159,29 +159,6 @@ def test_a_task_tells_what_it_raised(own):
     assert "ZeroDivisionError" in str(caught.value) and "MPIPIPE_NCCL=off" in str(caught.value)
 
 
-# -- rows --------------------------------------------------------------------------------------------------------------
-
-
-def test_a_row_has_the_part_of_each_rank_bit_by_bit(own, group, comm):
-    """The sum waits for work that has not run yet when the row is shared, and later work waits for the sum."""
-    rng = np.random.default_rng(0)
-    expected = np.exp(rng.uniform(-700, 700, 3 * comm.size))
-    expected[1::3] = np.inf, *[np.nan] * (comm.size - 1)
-    row = NcclRow(group, expected.size, "a test")
-    for turn in range(2):
-        mine = np.zeros(expected.size)
-        part = slice(3 * comm.rank, 3 * comm.rank + 3)
-        mine[part] = expected[part] * 2.0**turn
-        shared, copy = arrays.copy(arrays.upload(mine)), arrays.zeros(expected.size, float, "cuda")
-        row.share(shared)
-        row.stream.synchronize()
-        arrays.copy_into(copy, shared)
-        done = arrays.record()
-        row.wait(lambda done=done: arrays.is_done(done), keeping=shared)
-        np.testing.assert_array_equal(arrays.download(copy), expected * 2.0**turn)
-    row.close()
-
-
 # -- one rank, on which a real NCCL works as well ----------------------------------------------------------------------
 
 
@@ -199,19 +176,12 @@ def alone(gpu, comm):
 
 
 @pytest.mark.parametrize("kind", ["float32", "float64", "float16", ml_dtypes.bfloat16, "int64", "complex64"], ids=str)
-def test_a_rank_alone_adds_nothing_to_its_values_and_a_row_is_its_part(alone, kind):
+def test_a_rank_alone_adds_nothing_to_its_values(alone, kind):
     mine = (np.arange(1000) % 7).astype(kind)
     adder = NcclSums(alone)
     for _ in range(2):
         np.testing.assert_array_equal(total(adder, mine), mine)
     adder.close()
-    row, values = NcclRow(alone, 3, "a test"), np.array([1.0, np.pi, np.inf])
-    shared = arrays.upload(values)
-    row.share(shared)
-    done = arrays.record()
-    row.wait(lambda: arrays.is_done(done), keeping=shared)
-    np.testing.assert_array_equal(arrays.download(shared), values)
-    row.close()
 
 
 # -- the emulated NCCL -------------------------------------------------------------------------------------------------

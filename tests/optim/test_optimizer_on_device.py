@@ -15,6 +15,7 @@ from mpipipe.arrays import transfer
 from mpipipe.errors import NonFiniteError
 from mpipipe.nn.kernels import AdamWNumbers, Update, of
 from mpipipe.nn.kernels.cuda.optimizer import clip_factor
+from mpipipe.optim.norm import Norm
 
 NUMBERS = dict(b1=0.9, b2=0.95, eps=1e-8, rate=0.01, correction1=0.2, correction2=0.1)
 OPTIMIZERS = {
@@ -48,7 +49,7 @@ def test_complex_parameters_are_pairs_of_real_ones(gpu):
             arrays.copy_into(buffer.flat, arrays.upload(host) if device == "cuda" else host)
             setattr(stage, key, buffer)
         optimizer = optim.AdamW([stage], 0.1)
-        assert optim.GlobalNorm([stage]).on_device == (device == "cuda")
+        assert Norm([stage]).on_device == (device == "cuda")
         norm = optim.clip_by_global_norm([stage], 1.0)
         assert norm == pytest.approx(math.sqrt(5 * sum(n * n for n in range(15)) + 7 + sum(n * n for n in range(7))))
         optimizer.step()

@@ -277,8 +277,7 @@ def test_the_norm_counts_users_stages_and_those_of_layers_together(pair):
     square = sum(float((x**2).sum()) for x in numbers) + 12 * (1 + 4)
     expected = math.sqrt(square)
     assert gradient_norm([layers, mine], pair) == pytest.approx(expected, rel=1e-14)
-    with optim.GlobalNorm([layers, mine], pair) as over:
-        assert optim.clip_by_global_norm([layers, mine], 1.0, over=over) == pytest.approx(expected, rel=1e-14)
+    assert optim.clip_by_global_norm([layers, mine], 1.0, pair) == pytest.approx(expected, rel=1e-14)
     assert gradient_norm([layers, mine], pair) == pytest.approx(1.0, rel=1e-14)
 
 
@@ -328,7 +327,6 @@ SCALES = [dict(initial=0.5), dict(initial=math.inf), dict(initial=math.nan), dic
 REFUSED = [
     *((partial(optim.clip_by_global_norm, [own()], limit), "max_norm") for limit in (0, -1.0, math.nan)),
     *((step_of(max_norm=limit), "max_norm") for limit in (0, -1.0, math.nan)),
-    (lambda: inprocess.run(1, lambda comm: step_of(comm=comm, over=optim.GlobalNorm([own()]))()), "over with comm"),
     *((partial(optim.LossScaler, **keys), "wrong scaling of the loss") for keys in SCALES),
     *((partial(optim.warmup_cosine, *given), "wrong learning-rate curve")
       for given in ((-1, 5, 1.0, 0), (0, 0, 1.0, 0), (0, 5, 1.0, 6), (0, 5, 1.0, -1))),

@@ -160,16 +160,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_ranks(comm, value):
     assert comm.allgather(history) == [history] * comm.size
 
 
-def test_a_norm_over_kept_ranks(comm):
-    stage = model(comm.rank)
-    optimizer = optim.SGD([stage], lr=0.1)
-    norm = gradient_norm([stage], comm)
-    assert optim.scaled_step(optimizer, UNSCALED, 1.0, comm=comm) == norm
-    with optim.GlobalNorm([stage], comm) as over:
-        draw(stage, comm.rank, 0)
-        assert optim.scaled_step(optimizer, UNSCALED, over=over) == norm
-
-
 CALLS = {
     "clip": lambda optimizer, comm: optim.clip_by_global_norm(optimizer.stages, 0.5, comm),
     "a scale of 1": lambda optimizer, comm: optim.scaled_step(optimizer, optim.LossScaler(1.0), 1.0, comm=comm),

@@ -13,7 +13,6 @@ from itertools import chain
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from mpipipe import arrays
 from mpipipe.arrays import DeviceArray, Event
@@ -24,15 +23,14 @@ from mpipipe.job import NCCL, RankGroup, ThreadTask, found_by_all, keep_forever,
 class Channel:
     """One rank's end of a communicator of NCCL; the constructor and `close` are collective.
 
-    `purpose` is what it is for, in errors. All ranks begin with a sum of `length` zeros: NCCL
-    connects ranks when they first talk, and the host waits for that. Where this rank cannot open
-    it, it raises BackendError; the group ends then, and the others raise PeerError.
+    `purpose` is what it is for, in errors. All ranks begin with a sum of a zero: NCCL connects
+    ranks when they first talk, and the host waits for that. Where this rank cannot open it, it
+    raises BackendError; the group ends then, and the others raise PeerError.
     """
 
-    def __init__(self, group: RankGroup, length: int, dtype: DTypeLike, purpose: str) -> None:
+    def __init__(self, group: RankGroup, purpose: str) -> None:
         limit_kernels()
         self.group = group
-        self.what = purpose
         self.stream = arrays.side_stream()
         self.ended = False
         what = f"opening NCCL for {purpose}"
@@ -40,7 +38,7 @@ class Channel:
         if group.rank == 0:
             identity = bytes(arrays.nccl().get_unique_id())
         identity = group.broadcast(what, identity)
-        zeros = arrays.zeros(length, np.dtype(dtype), "cuda")
+        zeros = arrays.zeros((1,), np.dtype(np.float32), "cuda")
         arrays.stream().synchronize()
 
         def connect() -> None:

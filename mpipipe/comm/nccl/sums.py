@@ -10,24 +10,14 @@ can depend on a rank that has failed meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-
-import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray
 from mpipipe.comm.allreduce import BUCKET_BYTES, cut_evenly
 from mpipipe.comm.nccl.channel import Channel, NcclTask, nccl_type
 from mpipipe.comm.pieces import ArrayPiece, PieceLine, PieceRequest
-from mpipipe.job import (
-    Condition,
-    RankGroup,
-    Testable,
-    keep_forever,
-    register_progress,
-    unregister_progress,
-)
+from mpipipe.job import Condition, RankGroup, Testable, register_progress, unregister_progress
 
 
 class NcclSums(PieceLine):
@@ -36,7 +26,7 @@ class NcclSums(PieceLine):
     def __init__(self, group: RankGroup) -> None:
         super().__init__()
         self.group = group
-        self.channel = Channel(group, 1, np.float32, "the sums over the replicas")
+        self.channel = Channel(group, "the sums over the replicas")
         # (type, count) that NCCL has made its connections for.
         self.connected: set[tuple[int, int]] = set()
 
@@ -101,47 +91,3 @@ class _Bucket(ArrayPiece):
             self.request = self.task.value()
             return True
         return False
-
-
-# -- A row of numbers, put together on the devices by NCCL: each rank has a part of it -------------
-#
-# Each rank fills its part of a row of zeros, and NCCL adds the rows up. A number plus zeros is that
-# number, whatever the order. So all ranks get the same bits, those that each rank had.
-#
-# The host waits for nothing. The current stream waits for the row, and the host hears of failures
-# where it waits for what comes after (`wait`). Nothing else of NCCL is under way meanwhile: a call
-# of a pipeline ends when the host has seen the end of all its messages and sums, and `wait` ends
-# before the next call begins.
-
-
-class NcclRow(Channel):
-    """Rows of one length over the ranks of a group, in float64."""
-
-    def __init__(self, group: RankGroup, length: int, what: str) -> None:
-        super().__init__(group, length, np.float64, what)
-
-    def share(self, row: DeviceArray) -> None:
-        """Make `row`, zeros except for this rank's part, the row of all ranks.
-
-        Later work on the current stream finds it.
-        """
-        arrays.wait_for(self.add(row, arrays.record()))
-
-    def wait(self, is_done: Callable[[], bool], keeping: object) -> None:
-        """Wait for what was put on the current stream after a row.
-
-        Raises where a rank has failed. Then `keeping` is kept for ever: the device may still touch
-        its memory.
-        """
-
-        def ended() -> bool:
-            self.check()  # finds failures of NCCL meanwhile
-            return is_done()
-
-        try:
-            with self.group.failing(self.what):
-                self.group.wait(Condition(ended), self.what)
-        except BaseException:
-            keep_forever(keeping)
-            self.abort()
-            raise
