@@ -77,9 +77,7 @@ def run_or_abort(main: Callable[[], object]) -> int:
             write(describe_error(error, heading(0, 1)))
         else:  # a launcher may end the others as soon as one has left
             time.sleep(GRACE)
-        if runtime.limit_error() is None:
-            return 1
-        return AGREED
+        return 1
     _running.append(world)
     try:
         with _watching_os_exit(world):

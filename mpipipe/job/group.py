@@ -296,22 +296,14 @@ def _pickled(value: object) -> tuple[bytes, Exception | None]:
         return b"", caught
 
 
-def collect(group: RankGroup, comm: Communicator, value: object) -> list[Any] | None:
+def collect(group: RankGroup, value: object) -> list[Any] | None:
     """Return the values of all ranks in rank order on rank 0, and None on the others; collective.
 
-    Unlike those of `RankGroup.gather`, they may be too large to be on all ranks. `comm` has the
-    ranks of the group, and no other messages are under way on it.
+    Unlike those of `RankGroup.gather`, they may be too large to be on all ranks at once.
     """
-    call = "collecting what all ranks have"
-    content = np.frombuffer(pickle.dumps(value), np.uint8)
-    sizes = group.agree(call, values=[content.size])[:, 0].tolist()
-    with group.failing(call):
-        if comm.rank > 0:
-            group.wait(own(comm.Isend(content, 0, 0)), "rank 0, to take what this rank has", peer=0)
-            return None
-        values = [value]
-        for peer in range(1, comm.size):
-            buffer = np.empty(sizes[peer], np.uint8)
-            group.wait(own(comm.Irecv(buffer, peer, 0)), f"what rank {peer} has", peer=peer)
-            values.append(pickle.loads(buffer.tobytes()))
-    return values
+    values = []
+    for root in range(group.size):
+        part = group.broadcast("collecting what all ranks have", value, root)
+        if group.rank == 0:
+            values.append(part)
+    return values or None

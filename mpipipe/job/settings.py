@@ -8,8 +8,7 @@ again.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -87,12 +86,6 @@ HALVES = Variable("MPIPIPE_HALVES", "numpy or torch", ("numpy", "torch").__conta
 THREADS = Variable("MPIPIPE_THREADS", "a positive integer", _is_count)
 GRAPHS = Variable("MPIPIPE_GRAPHS", "0 or 1", _is_switch, "1")
 CHECK = Variable("MPIPIPE_CHECK", "0 or 1", _is_switch)
-# It is gone; without a word a run would differ from the one before.
-DETERMINISTIC = Variable(
-    "MPIPIPE_DETERMINISTIC",
-    "0, and MPIPIPE_ATTENTION=cupy, which gives the same bits in every run",
-    "0".__eq__,
-)
 VARIABLES = tuple(value for value in tuple(globals().values()) if isinstance(value, Variable))
 
 
@@ -110,19 +103,6 @@ def timeout() -> float:
 def watchdog() -> float:
     """Return MPIPIPE_WATCHDOG in seconds; inf for none, and for what `check_settings` refuses."""
     return _seconds(os.environ.get(WATCHDOG.name) or WATCHDOG_SECONDS) or inf
-
-
-@contextmanager
-def using_graphs(on: bool) -> Iterator[None]:
-    """Build pipelines, within, as if MPIPIPE_GRAPHS said so: for measurements."""
-    before = os.environ.get(GRAPHS.name)
-    os.environ[GRAPHS.name] = str(int(on))
-    try:
-        yield
-    finally:
-        os.environ.pop(GRAPHS.name)
-        if before is not None:
-            os.environ[GRAPHS.name] = before
 
 
 # -- What the launcher of a job tells each of its processes, in environment variables --------------

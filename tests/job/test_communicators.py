@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpipipe.errors import ArgumentError, PeerError
+from mpipipe.errors import PeerError
 from mpipipe.job import RankGroup, communicators, inprocess, runtime, threads
 from mpipipe.job.communicators import attributes, cached
 from mpipipe.job.context import current_rank, finalized
@@ -81,14 +81,6 @@ def test_the_largest_tag(comm, monkeypatch):
     monkeypatch.setenv("MPIPIPE_TAG_UB", "40")
     assert runtime.tag_upper_bound(comm) == 40
     assert inprocess.run(1, runtime.tag_upper_bound, tag_ub=31) == [31], "it is lowered, never raised"
-
-
-def test_what_is_no_communicator_is_refused(comm):
-    assert runtime.resolve(comm) is comm
-    assert runtime.resolve() == MPI.COMM_WORLD
-    for wrong in ("world", 0, MPI.COMM_NULL):
-        with pytest.raises(ArgumentError, match="ommunicator"):
-            runtime.resolve(wrong)
 
 
 # -- what belongs to a communicator ------------------------------------------------------------------------------------

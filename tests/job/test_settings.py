@@ -60,7 +60,6 @@ def test_what_has_a_meaning_is_taken(unset, monkeypatch, name, values):
         *(("MPIPIPE_WATCHDOG", value) for value in ("0.5", "-1", "never", "nan", "inf")),
         *(("MPIPIPE_TAG_UB", value) for value in ("0", "-1", "many", "1.5", str(1 << 63))),
         *((name, value) for name in ("MPIPIPE_SYNC_SENDS", "MPIPIPE_GPU_DIRECT") for value in ("2", "-1", "maybe")),
-        ("MPIPIPE_DETERMINISTIC", "1"),
     ],
 )
 def test_what_has_none_is_refused_with_both_sides(unset, monkeypatch, name, value):
