@@ -78,8 +78,6 @@ class SaveTask:
         self.work: ThreadTask[Any] = ThreadTask(lambda: self._write(share), THREAD)
         current_rank().add_inspectable(self)
         atexit.register(self.give_up)  # a program may end without closing its saver
-        if self.work.ended and self.work.error is not None:
-            self.read.set()
 
     def _write(self, share: Mapping[str, Array]) -> Written:
         try:

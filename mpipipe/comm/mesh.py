@@ -116,7 +116,6 @@ class Mesh:
         extents = (*self.shape._asdict().items(), ("order", order))
         self.group.agree("making a Mesh", extents, message=message, remedy=remedy)
         self.comm = communicators.duplicate(self.group.comm)
-        self.comm.Set_name("mpipipe mesh")
         self.rank = self.comm.rank
         self.coords = self.coords_of(self.rank)
         p, d, s = self.coords

@@ -115,12 +115,6 @@ def raise_on_all(origin: int, problem: MpipipeError, group: RankGroup) -> NoRetu
     raise found_by_all(problem, [group], origin)
 
 
-def raise_for_partners(problem: MpipipeError) -> NoReturn:
-    """Raise an error that follows from one of another group, which is reported there."""
-    problem.reported_elsewhere = True
-    raise problem
-
-
 def agreed_by(problem: MpipipeError, group: RankGroup) -> MpipipeError:
     """Return the error, marked as one that all ranks of one more group raise."""
     problem.agreed |= frozenset(group.members)
@@ -190,12 +184,9 @@ def _in_words(value: object) -> str:
     return text
 
 
-def _ranks_without(values: Sequence[object], value: object) -> int | str:
-    """Return the one rank that has another value, or name several."""
-    ranks = [rank for rank, other in enumerate(values) if other != value]
-    if len(ranks) == 1:
-        return ranks[0]
-    return rank_list.numbers(ranks)
+def _ranks_without(values: Sequence[object], value: object) -> str:
+    """Name the ranks that have another value."""
+    return rank_list.numbers(rank for rank, other in enumerate(values) if other != value)
 
 
 def digest(call: str, facts: Facts) -> int:

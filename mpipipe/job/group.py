@@ -75,8 +75,6 @@ class RankGroup:
         self.world_rank = self.members[comm.rank]
         # Groups of the same object, whose failure is this one's too.
         self.related: Sequence[RankGroup] = []
-        # Says how far this rank has come, for peers that will miss it.
-        self.progress: Callable[[], str] | None = None
         self.calls = 0  # collective calls of the group that this rank has begun
         self.closed = False
         self.has_left = False
@@ -170,7 +168,7 @@ class RankGroup:
         Others use it, and free it.
         """
         self.agree(f"making the communicator {name!r}")
-        return communicators.split(self.comm, color, key, name)
+        return self.comm.Split(color, key)
 
     def close(self) -> None:
         """Free the communicator; may be called twice. After a failure messages may be under way."""
@@ -226,10 +224,7 @@ class RankGroup:
         """Tell the peers, once, that the script ends, so that none waits for this rank."""
         if self.usable and not self.has_left:
             self.has_left = True
-            calls = f"collective call {self.calls}"
-            if self.progress is not None:
-                calls = self.progress()
-            text = f"rank {self.rank} ({whoami()}) left the job after {calls}"
+            text = f"rank {self.rank} ({whoami()}) left the job after collective call {self.calls}"
             self.send_all("left", Failure(self.calls, text))
 
     def send_all(

@@ -85,13 +85,6 @@ def in_process(comm: object) -> TypeGuard[threads.ThreadCommunicator]:
     return isinstance(comm, threads.ThreadCommunicator)
 
 
-def library_of(comm: Communicator) -> ModuleType:
-    """Return the module with the constants of `comm`: mpi4py.MPI, or job.threads."""
-    if in_process(comm):
-        return threads
-    return mpi()
-
-
 def threads_allowed() -> bool:
     """Return whether MPI takes calls from several threads at once."""
     library = mpi()
@@ -100,8 +93,8 @@ def threads_allowed() -> bool:
 
 def tag_upper_bound(comm: Communicator) -> int:
     """Return the largest tag that `comm` takes, or what MPIPIPE_TAG_UB lowers it to."""
-    library = library_of(comm)
-    bound = comm.Get_attr(library.TAG_UB)
-    if not bound:  # Open MPI does not hand it on to communicators made by Split
-        bound = library.COMM_WORLD.Get_attr(library.TAG_UB)
+    if in_process(comm):
+        bound = comm.world.tag_ub
+    else:  # Open MPI does not hand it on to communicators made by Split
+        bound = mpi().COMM_WORLD.Get_attr(mpi().TAG_UB)
     return min(bound, int(TAG_UB.text or bound))

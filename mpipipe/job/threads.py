@@ -2,10 +2,6 @@
 
 It is stricter than MPI: a receive must have exactly the sender's length and dtype, all ranks must
 call the same collective, and nothing may be left unreceived at the end. Sends can be synchronous.
-
-This module has the names of mpi4py.MPI that the methods of a communicator go with, so that
-`runtime.library_of(comm)` can hand out either module: Comm, COMM_WORLD, COMM_TYPE_SHARED, IN_PLACE
-and TAG_UB.
 """
 
 from __future__ import annotations
@@ -31,7 +27,6 @@ PAUSE = 2e-5
 QUIET_SECONDS = 0.5
 Context: TypeAlias = tuple[Hashable, ...]  # the name of a communicator
 Box: TypeAlias = tuple[Context, int]  # a rank of a communicator
-DeleteFunction: TypeAlias = Callable[["ThreadCommunicator", object, Any], None]
 Finish: TypeAlias = Callable[[list[Any]], object]  # called with the values of all ranks
 
 
@@ -187,7 +182,7 @@ class ThreadCommunicator:
         self.members = members
         self.rank = rank
         self.size = len(members)
-        self._attributes: dict[object, object] = {TAG_UB: world.tag_ub}
+        self.items: dict[Hashable, Any] = {}  # closed when it is freed
         self._collectives = 0
 
     # -- messages ----------------------------------------------------------------------------------
@@ -222,10 +217,8 @@ class ThreadCommunicator:
 
     # -- collectives -------------------------------------------------------------------------------
 
-    def Iallreduce(self, sendbuf: Buffer, recvbuf: np.ndarray) -> MeetingRequest:
-        if sendbuf is IN_PLACE:
-            sendbuf = recvbuf
-        content = sendbuf.copy()
+    def Iallreduce(self, sendbuf: np.ndarray | None, recvbuf: np.ndarray) -> MeetingRequest:
+        content = (recvbuf if sendbuf is None else sendbuf).copy()
         return self._collective(
             "Iallreduce", content, lambda parts: np.copyto(recvbuf, reduce(np.add, parts))
         )
@@ -293,10 +286,6 @@ class ThreadCommunicator:
         members = tuple(self.members[rank] for rank in ranks)
         return ThreadCommunicator(self.world, context, members, ranks.index(self.rank))
 
-    def Split_type(self, split_type: int) -> ThreadCommunicator:
-        """Split by host: all ranks share the memory of one process."""
-        return self.Split()
-
     def Idup(self) -> tuple[ThreadCommunicator, MeetingRequest]:
         context = (*self.context, self._collectives, "dup")
         request = self._collective("Idup", None, None)
@@ -305,32 +294,8 @@ class ThreadCommunicator:
     def Dup(self) -> ThreadCommunicator:
         return self.Idup()[0]
 
-    def Set_name(self, name: str) -> None:
-        """Nothing shows it."""
-
-    @classmethod
-    def Create_keyval(cls, *, delete_fn: DeleteFunction) -> DeleteFunction:
-        """Return a key, which is called as `delete_fn(comm, key, value)` when a `comm` is freed."""
-        return delete_fn
-
-    def Get_attr(self, keyval: object) -> Any:
-        return self._attributes.get(keyval)
-
-    def Set_attr(self, keyval: object, attrval: object) -> None:
-        self._attributes[keyval] = attrval
-
     def Free(self) -> None:
-        for keyval, value in self._attributes.items():
-            if callable(keyval):
-                keyval(self, keyval, value)
+        for item in reversed(self.items.values()):  # the group, in which the others were made, last
+            item.close()
         self.Barrier()
         self.world.check_nothing_left(self.context)
-
-
-# -- names of mpi4py.MPI ---------------------------------------------------------------------------
-
-Comm = ThreadCommunicator
-COMM_WORLD = None  # each call of `run` has its own
-COMM_TYPE_SHARED = 1
-IN_PLACE = "in place"
-TAG_UB = 0

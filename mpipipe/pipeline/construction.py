@@ -21,7 +21,6 @@ from mpipipe.job import (
     RankGroup,
     attributes,
     digest,
-    raise_for_partners,
     raise_on_all,
     runtime,
     settings,
@@ -174,7 +173,9 @@ def agree_on_construction(
             assert problem is not None  # some ranks of this pipe have no partners
             raise problem
         if not replicas.agree(PARTNERS, values=[True]).all():
-            raise_for_partners(PeerError("some ranks of another pipeline were given no replicas"))
+            elsewhere = PeerError("some ranks of another pipeline were given no replicas")
+            elsewhere.reported_elsewhere = True
+            raise elsewhere
         _compare_replicas(groups, common_facts, problem, table.tolist(), digests)
         _share_state(replicas, stages.values())
     sums_by_nccl = False
