@@ -25,7 +25,6 @@ from mpipipe.checkpoint.folders import (
     checksum_of,
     find,
     newest,
-    prune,
     set_aside,
     step_of,
     write_facts,

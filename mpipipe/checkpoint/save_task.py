@@ -23,7 +23,7 @@ from mpipipe.arrays import Array
 from mpipipe.checkpoint import folders, tensor_files
 from mpipipe.checkpoint.folders import Checkpoint
 from mpipipe.checkpoint.owner import Owner
-from mpipipe.errors import ArgumentError, OwnerError
+from mpipipe.errors import OwnerError
 from mpipipe.files import sync_folder
 from mpipipe.job import Snapshot, ThreadTask, current_rank, is_rank
 
@@ -156,8 +156,8 @@ class SaveTask:
             self._doing = "removes old checkpoints"
             try:
                 folders.prune(folder.parent, self.keep, just_saved=folder)
-            except (ArgumentError, OSError) as error:  # the new one is whole
-                logger.warning("mpipipe: %s", error)
+            except OSError as error:  # the new one is whole
+                logger.warning("mpipipe: an old checkpoint cannot be removed: %s", error)
 
     def give_up(self) -> None:
         """End the thread if it ends soon, and remove what this rank wrote; no OSError comes.

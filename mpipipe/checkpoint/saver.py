@@ -23,7 +23,7 @@ from mpipipe.checkpoint import contents, folders, owner
 from mpipipe.checkpoint.save_task import ENDED, FAILED, SaveTask, logger
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, StorageError
-from mpipipe.job import group_of, raise_on_all, wait_locally, whoami
+from mpipipe.job import group_of, raise_on_all, rank_list, wait_locally, whoami
 from mpipipe.optim import Optimizer, duplicate_name_error
 from mpipipe.options import Values
 from mpipipe.stages import StageLike
@@ -137,12 +137,10 @@ class Saver:
         own_names = []
         if self.mesh.replicas.rank == 0:
             own_names = sorted(content)
-        holders: dict[str, list[int]] = {}
-        for rank, names in enumerate(
-            self._group.gather("checkpoint.save: the names of all ranks", own_names)
-        ):
-            for name in names:
-                holders.setdefault(name, []).append(rank)
+        everyone = self._group.gather("checkpoint.save: the names of all ranks", own_names)
+        holders = rank_list.by_text(
+            (rank, name) for rank, names in enumerate(everyone) for name in names
+        )
         for name, ranks in sorted(holders.items()):
             if len(ranks) > 1:
                 raise_on_all(

@@ -36,10 +36,6 @@ from mpipipe.errors import ArgumentError
 from mpipipe.options import Values
 
 PIECE_BYTES = 8 << 20  # a part of an array
-# Bytes that are read at once: the core's cache still has them when they are summed up.
-CACHED_BYTES = 256 << 10
-# Bytes that the system is asked to read ahead.
-AHEAD_BYTES = 64 << 20
 # safetensors' names of dtypes
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
@@ -189,7 +185,6 @@ class TensorFile:
     def __init__(self, path: Path, content: Content | None = None) -> None:
         self.path = path
         self.bytes_read = 0
-        self._advised: dict[str, int] = {}  # bytes of an array that the system was asked to read
         self.descriptor = files.open_regular(path)
         try:
             size = os.fstat(self.descriptor).st_size
@@ -242,14 +237,6 @@ class TensorFile:
         """
         entry = self.arrays[name]
         memory = array.reshape(-1).view(np.uint8).data
-        advised = max(first, self._advised.get(name, 0))
-        if advised < min(entry.nbytes, first + AHEAD_BYTES // 2):
-            self._advised[name] = first + AHEAD_BYTES
-            files.will_read(
-                self.descriptor,
-                entry.start + advised,
-                min(entry.nbytes, first + AHEAD_BYTES) - advised,
-            )
         count = files.read_into(self.descriptor, entry.start + first, memory)
         self.bytes_read += count
         if count < len(memory):
@@ -259,9 +246,7 @@ class TensorFile:
         """Set an array of host or GPU to `name`; return the checksum of what was read."""
         device = arrays.is_device(array)
         flat = array.reshape(-1)
-        step = max(
-            1, (PIECE_BYTES if device else min(PIECE_BYTES, CACHED_BYTES)) // flat.dtype.itemsize
-        )
+        step = max(1, PIECE_BYTES // flat.dtype.itemsize)
         total = 0
         for start in range(0, flat.size, step):
             part = flat[start : start + step]

@@ -153,7 +153,7 @@ def test_what_is_being_saved_behind_a_checkpoint_is_not_taken_for_a_save_that_wa
     assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["2", "3", "4", "9"]
     removed, original = [], Path.unlink
     monkeypatch.setattr(Path, "unlink", lambda path, **keys: removed.append(path.name) or original(path, **keys))
-    folders.prune(tmp_path, 1)
+    folders.prune(tmp_path, 1, just_saved=tmp_path / "step-00000009")
     assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["9"]
     assert removed[0] == "manifest.json"  # what is removed is no checkpoint from the first file on
 

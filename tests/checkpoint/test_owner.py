@@ -81,10 +81,6 @@ LEFT = {
         f"cut short: {content!r}": lambda folder, content=content: (folder / "owner.json").write_bytes(content)
         for content in (b"", b"{", b"[]", b'{"token": 1}', b"\xff" * 10)
     },
-    **{
-        f"damaged: {facts}": lambda folder, facts=facts: leave(folder, replace(record(), **facts))
-        for facts in ({"starts": "1", "machine": "b"}, {"host": None}, {"machine": ["a"]}, {"process": 1.5})
-    },
 }
 
 

@@ -357,11 +357,12 @@ def test_a_manifest_that_cannot_be_written_takes_the_arrays_along(comm, mpi_tmp_
 
 
 def test_old_checkpoints_that_cannot_be_removed_are_no_reason_to_fail(comm, mpi_tmp_path, monkeypatch, caplog):
-    error = ArgumentError("an old checkpoint cannot be removed: Permission denied")
-    monkeypatch.setattr(folders, "prune", lambda root, keep, **more: raising(error)())
+    monkeypatch.setattr(
+        folders, "prune", lambda root, keep, **more: raising(PermissionError(13, "Permission denied"))()
+    )
     with saving(comm, mpi_tmp_path, keep=1) as saver:
         saver.save(1)
-    assert ("cannot be removed: Permission denied" in caplog.text) == (comm.rank == 0)
+    assert ("an old checkpoint cannot be removed: [Errno 13] Permission denied" in caplog.text) == (comm.rank == 0)
     assert checkpoint.newest(mpi_tmp_path).name == "step-00000001"
 
 
