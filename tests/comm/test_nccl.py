@@ -1,7 +1,5 @@
 """NCCL: whether all ranks can use it, and sums in every case."""
 
-import os
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -9,7 +7,7 @@ from gpu_emulator.fixture import own_gpus
 from support.around import make
 
 from mpipipe import arrays
-from mpipipe.comm.nccl import channel, sums
+from mpipipe.comm.nccl import sums
 from mpipipe.comm.nccl.channel import Facts, NcclChoice, NcclTask, agree_on_nccl, judge
 from mpipipe.comm.nccl.sums import NcclRow, NcclSums
 from mpipipe.errors import BackendError
@@ -61,15 +59,6 @@ def test_the_first_rank_in_the_way_is_named_and_one_rank_alone_needs_no_nccl():
 def test_threads_do_not_use_nccl():
     found = inprocess.run(2, lambda comm: agree_on_nccl([group_of(comm)], "cuda"))
     assert found == [NcclChoice(False, "the ranks are threads of one process")] * 2
-
-
-def test_the_kernels_are_bounded_unless_the_user_has(monkeypatch):
-    monkeypatch.setenv("NCCL_MAX_CTAS", "7")
-    channel.limit_kernels()
-    assert os.environ["NCCL_MAX_CTAS"] == "7"
-    monkeypatch.delenv("NCCL_MAX_CTAS")
-    channel.limit_kernels()
-    assert os.environ["NCCL_MAX_CTAS"] == channel.THREAD_BLOCKS
 
 
 def test_info_says_whether_and_why(emulated_gpu, launch):

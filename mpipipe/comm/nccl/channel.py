@@ -30,7 +30,6 @@ class Channel:
     """
 
     def __init__(self, group: RankGroup, length: int, dtype: DTypeLike, purpose: str) -> None:
-        limit_kernels()
         self.group = group
         self.what = purpose
         self.stream = arrays.side_stream()
@@ -148,13 +147,9 @@ class NcclTask(ThreadTask[Result]):
 # NCCL needs a GPU of its own for every rank: its kernels wait for each other, and two processes on
 # one GPU take turns. So the facts of all ranks of a pipeline and of its replicas are put together,
 # and every rank judges the same facts.
-#
-# NCCL's kernels hold processors of the GPU while they wait. `limit_kernels` bounds how many one sum
-# may take, by NCCL's own variable, which the user may set otherwise.
 
 
 CALL = "asking whether NCCL can be used"
-THREAD_BLOCKS = "16"  # most for one sum
 
 
 class Facts(NamedTuple):
@@ -256,8 +251,3 @@ def _refusals(everyone: Sequence[Facts]) -> list[tuple[int, str]]:
         if problem:
             refusals.append((facts.rank, problem))
     return refusals
-
-
-def limit_kernels() -> None:
-    """Bound the kernels of NCCL by its own variable, where the user has not set that."""
-    os.environ.setdefault("NCCL_MAX_CTAS", THREAD_BLOCKS)
