@@ -113,17 +113,10 @@ def announcements_of(
 ) -> tuple[list[Announcements], bool]:
     """Return the lists `before_write` of all that have one, and whether no write goes unannounced.
 
-    Stages with something to train that the optimizer does not have are stepped by something else:
-    an optimizer of PyTorch, for example, which announces nothing.
+    Stages that the optimizer does not have are stepped by something else: an optimizer of PyTorch,
+    for example, which announces nothing.
     """
-    known = [*map(id, getattr(optimizer, "stages", stages))]
-    things = list(stages)
-    if optimizer is not None:
-        things.append(optimizer)
-    lists = [getattr(thing, "before_write", None) for thing in things]
-    announced = optimizer is not None and None not in lists
-    for stage in stages:
-        gradients = getattr(stage, "gradients", None)
-        if gradients is not None and gradients.flat.size and id(stage) not in known:
-            announced = False
+    known = {*map(id, getattr(optimizer, "stages", stages))}
+    lists = [getattr(thing, "before_write", None) for thing in (*stages, optimizer)]
+    announced = None not in lists and known.issuperset(map(id, stages))
     return [functions for functions in lists if functions is not None], announced
