@@ -57,11 +57,6 @@ def settle(transport):
         transport.in_pool.collect()
 
 
-def only_emulated(gpu):
-    if gpu.real or gpu.machine.background:
-        pytest.skip("needs a device on which nothing runs before something waits for it")
-
-
 # -- data -------------------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ import pytest
 from mpipipe.errors import PeerError
 from mpipipe.job import RankGroup, communicators, inprocess, runtime
 from mpipipe.job.communicators import attributes, cached
-from mpipipe.job.context import current_rank, finalized
+from mpipipe.job.context import current_rank
 from mpipipe.job.requests import own
 
 
@@ -59,12 +59,6 @@ def test_place_on_the_host(comm):
     """All ranks of these tests are on one host."""
     assert communicators.rank_on_host(comm) == comm.rank
     assert inprocess.run(3, communicators.rank_on_host) == [0, 1, 2]
-
-
-def test_what_stands_behind_a_communicator(comm):
-    assert not runtime.in_process(comm)
-    assert inprocess.run(2, runtime.in_process) == [True, True]
-    assert inprocess.run(2, lambda _: finalized()) == [False, False] and not finalized()
 
 
 def test_the_largest_tag(comm, monkeypatch):

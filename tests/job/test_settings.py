@@ -85,16 +85,6 @@ def test_limits_of_a_wait_and_of_the_watchdog(unset, monkeypatch, value, wait, w
     assert (settings.timeout(), settings.watchdog()) == (wait, watchdog)
 
 
-def test_integers_and_switches(unset, monkeypatch):
-    assert settings.TAG_UB.text == "" and not settings.SYNC_SENDS.is_on
-    monkeypatch.setenv("MPIPIPE_TAG_UB", "9")
-    monkeypatch.setenv("MPIPIPE_SYNC_SENDS", "1")
-    assert settings.TAG_UB.text == "9" and settings.SYNC_SENDS.is_on
-    monkeypatch.setenv("MPIPIPE_TAG_UB", "x")
-    with pytest.raises(ArgumentError, match="an integer"):
-        _ = settings.TAG_UB.text
-
-
 # -- launchers promise sizes, ranks, ranks on one host; a process that was promised others is not left alone -----------
 
 
@@ -105,12 +95,6 @@ def test_each_launcher_promises_a_size(name):
         assert settings.launcher_size({name: text}) is None
     with pytest.raises(LaunchError, match=rf"(?s)found: 1 rank\n.*expected: 4 ranks \({name}=4\)"):
         settings.refuse_singleton({name: "4"})
-
-
-def test_without_a_launcher_a_lone_process_is_fine():
-    settings.refuse_singleton({})
-    settings.refuse_singleton({"PMI_SIZE": "1"})
-    assert settings.launcher_rank({}) == 0
 
 
 @pytest.mark.parametrize("name", settings.RANK_VARIABLES)
