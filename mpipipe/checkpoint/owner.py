@@ -147,24 +147,24 @@ def take_folder(folder: Path, group: RankGroup, explained: Explain) -> Owner:
     OwnerError where another job has it, and what `explained` makes of an OSError.
     """
 
-    def take_it() -> tuple[Path, str, bool, bool]:
+    def take_it() -> tuple[Path, str, bool]:
         path = folder.absolute()
         known = owner_of(path)
         if known is not None:
-            return known.folder, known.token, False, True
+            return known.folder, known.token, False
         record = OwnerRecord.of_this_job()
         with explained(path):
             made = not path.exists()
             path.mkdir(parents=True, exist_ok=True)
             take(path / NAME, record)
-        return path, record.token, made, False
+        return path, record.token, made
 
-    path, token, made, is_shared = group.from_one("the owner of a folder", take_it)
+    path, token, made = group.from_one("the owner of a folder", take_it)
     known = owner_of(path)
-    if is_shared and known is not None:
+    if known is not None and known.token == token:
         known.users += 1
         return known
-    return Owner(path, token, made, holds=group.rank == 0 and not is_shared)
+    return Owner(path, token, made, holds=group.rank == 0)
 
 
 def take(path: Path, record: OwnerRecord) -> None:

@@ -12,7 +12,7 @@ from support.saved_model import MODEL, load_weights, trained, values
 
 from mpipipe import Mesh, Preemption, arrays, checkpoint, nn, optim
 from mpipipe.checkpoint import contents, folders, tensor_files
-from mpipipe.errors import ArgumentError, NonFiniteError, PeerError, StorageError
+from mpipipe.errors import ArgumentError, NonFiniteError, StorageError
 from mpipipe.job.consensus import agreed_by
 from mpipipe.job.group import group_of
 from mpipipe.language.models import weights
@@ -284,35 +284,6 @@ def test_a_rank_whose_thread_was_given_up_is_not_the_one_that_is_blamed(pair, mp
                 saver.poll()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("stuck", ["reading", "forcing"])
-def test_an_error_of_the_training_leaves_nothing_of_the_save_in_flight(comm, mpi_tmp_path, request, stuck):
-    """Also where the thread hangs: its file is gone, and cannot get its name later."""
-    gate = request.getfixturevalue(stuck)
-    with Mesh(comm, pipe=comm.size) as mesh:
-        stages, optimizer = trained(mesh)
-        gate.opened.set()
-        first = checkpoint.save(mpi_tmp_path, mesh, stages, optimizer, step=1)
-        comm.Barrier()
-        gate.opened.clear()
-        gate.came.clear()
-        with pytest.raises(ZeroDivisionError):
-            with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
-                saver.save(2)
-                assert gate.came.wait(PATIENCE)
-                comm.Barrier()  # all have begun to save: else others hear of this error within `save`
-                raise ZeroDivisionError
-        comm.Barrier()
-        assert names_in(mpi_tmp_path) == [first.name] and not saver.in_flight
-        gate.opened.set()
-        for thread in threading.enumerate():
-            if thread.name == "mpipipe checkpoint":
-                thread.join(PATIENCE)
-        assert names_in(mpi_tmp_path) == [first.name]
-        assert stages[0].before_write == optimizer.before_write == []
-        comm.Barrier()
-
-
 def test_an_error_that_all_ranks_raise_leaves_the_checkpoint_whole(comm, mpi_tmp_path, forcing):
     with pytest.raises(NonFiniteError), saving(comm, mpi_tmp_path) as saver:
         path = saver.save(1)
@@ -320,29 +291,6 @@ def test_an_error_that_all_ranks_raise_leaves_the_checkpoint_whole(comm, mpi_tmp
         raise agreed_by(NonFiniteError("the loss is NaN"), group_of(saver.mesh.comm))
     comm.Barrier()
     assert checkpoint.newest(mpi_tmp_path) == path
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_rank_that_waits_for_its_disk_hears_of_the_failure_of_another(comm, mpi_tmp_path, reading):
-    group = group_of(comm)
-    with Mesh(comm) as mesh:
-        stages, optimizer = trained(mesh)
-        saver = checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer)
-        saver.save(1)
-        assert reading.came.wait(PATIENCE)
-        comm.Barrier()
-        if comm.rank == 1:
-            error = ZeroDivisionError("of rank 1")
-            group.fail(error, "rank 1 divided by zero")
-            saver.__exit__(type(error), error, None)
-        else:
-            with pytest.raises(PeerError, match="rank 1 divided by zero") as caught:
-                with saver:
-                    optimizer.step()
-            assert caught.value.reported_elsewhere
-    while group.failure is None:  # told of by the mesh's group first: both have a note
-        group.read_messages()
-    assert not any(name.endswith("manifest.json") for _, _, names in os.walk(mpi_tmp_path) for name in names)
 
 
 def test_a_manifest_that_cannot_be_written_takes_the_arrays_along(comm, mpi_tmp_path, monkeypatch):

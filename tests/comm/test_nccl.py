@@ -200,6 +200,3 @@ def test_a_rank_alone_adds_nothing_to_its_values_and_a_row_is_its_part(alone, ki
     row.wait(lambda: arrays.is_done(done), keeping=shared)
     np.testing.assert_array_equal(arrays.download(shared), values)
     row.close()
-
-
-# -- the emulated NCCL -------------------------------------------------------------------------------------------------
