@@ -10,7 +10,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, TypeAlias
@@ -23,8 +22,6 @@ from mpipipe.job.types import Buffer, Ranks
 
 ANY = -1
 PAUSE = 2e-5
-# Before a rank whose function has returned tells the others that it has left.
-QUIET_SECONDS = 0.5
 Context: TypeAlias = tuple[Hashable, ...]  # the name of a communicator
 Box: TypeAlias = tuple[Context, int]  # a rank of a communicator
 Finish: TypeAlias = Callable[[list[Any]], object]  # called with the values of all ranks
@@ -56,24 +53,21 @@ class World:
         self.meetings: dict[Box, tuple[str, dict[int, Any]]] = {}
         self.broken = False  # whether a rank has failed, so that collectives cannot complete
         self.contexts = [RankContext() for _ in range(ranks)]
-        # Ranks whose function has returned wait for the others here.
-        self.end = threading.Barrier(ranks)
-        self.farewells = False  # whether a rank has told the others that it has left
 
     def leave(self, rank: int, returned: bool) -> None:
-        """Note that this rank's function has ended; tell the others if they do not end soon."""
+        """Note that this rank's function has ended; tell the others if it has returned."""
         self.contexts[rank].ended = True
-        if not returned:
-            self.end.abort()
-            return
-        with suppress(threading.BrokenBarrierError):
-            self.end.wait(QUIET_SECONDS)
-            return
-        self.farewells = True
-        for group in tuple(self.contexts[rank].groups):
-            group.leave()
+        if returned:
+            for group in tuple(self.contexts[rank].groups):
+                group.leave()
+            for context in self.contexts:
+                context.left[rank] = f"the function of rank {rank} has returned"
+
+    def read_farewells(self) -> None:
+        """Read what ranks have told those that have ended, too."""
         for context in self.contexts:
-            context.left[rank] = f"the function of rank {rank} has returned"
+            for group in (*context.groups, *context.failed):
+                group.read_messages()
 
     def progress(self, box: Box) -> None:
         """Match posted receives with sent messages, in the order that MPI prescribes."""
