@@ -12,7 +12,7 @@ from typing import TypeGuard
 
 from mpipipe.errors import ArgumentError, BackendError
 from mpipipe.job import report, threads
-from mpipipe.job.settings import TAG_UB, refuse_singleton
+from mpipipe.job.settings import refuse_singleton
 from mpipipe.job.types import Communicator, MpiCommunicator
 from mpipipe.text import how_to_install
 
@@ -92,9 +92,9 @@ def threads_allowed() -> bool:
 
 
 def tag_upper_bound(comm: Communicator) -> int:
-    """Return the largest tag that `comm` takes, or what MPIPIPE_TAG_UB lowers it to."""
+    """Return the largest tag that `comm` takes."""
     if in_process(comm):
-        bound = comm.world.tag_ub
-    else:  # Open MPI does not hand it on to communicators made by Split
-        bound = mpi().COMM_WORLD.Get_attr(mpi().TAG_UB)
-    return min(bound, int(TAG_UB.text or bound))
+        return comm.world.tag_ub
+    # Open MPI does not hand it on to communicators made by Split.
+    bound: int = mpi().COMM_WORLD.Get_attr(mpi().TAG_UB)
+    return bound

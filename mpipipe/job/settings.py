@@ -58,13 +58,6 @@ def _seconds(text: str) -> float | None:
     return None
 
 
-def _is_count(text: str) -> bool:
-    try:
-        return 1 <= int(text) <= 1 << 62
-    except ValueError:
-        return False
-
-
 _is_switch = ("0", "1").__contains__
 
 TIMEOUT = Variable(
@@ -77,13 +70,12 @@ WATCHDOG = Variable(
     "a number of seconds, 1 or more; 0 for no watchdog",
     lambda text: text.strip("0.") == "" or (_seconds(text) or 0) >= 1,
 )
-TAG_UB = Variable("MPIPIPE_TAG_UB", "an integer of at least 1", _is_count)
 SYNC_SENDS = Variable("MPIPIPE_SYNC_SENDS", "0 or 1", _is_switch)
 GPU_DIRECT = Variable("MPIPIPE_GPU_DIRECT", "0 or 1", _is_switch)
 NCCL = Variable("MPIPIPE_NCCL", "auto, on or off", ("auto", "on", "off").__contains__)
 ATTENTION = Variable("MPIPIPE_ATTENTION", "cudnn or cupy")
 HALVES = Variable("MPIPIPE_HALVES", "numpy or torch", ("numpy", "torch").__contains__)
-THREADS = Variable("MPIPIPE_THREADS", "a positive integer", _is_count)
+THREADS = Variable("MPIPIPE_THREADS", "a positive integer")
 GRAPHS = Variable("MPIPIPE_GRAPHS", "0 or 1", _is_switch, "1")
 CHECK = Variable("MPIPIPE_CHECK", "0 or 1", _is_switch)
 VARIABLES = tuple(value for value in tuple(globals().values()) if isinstance(value, Variable))

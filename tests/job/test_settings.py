@@ -41,7 +41,6 @@ def unset(monkeypatch):
     [
         ("MPIPIPE_TIMEOUT", ("0.5", "0", "0.0", "1e3")),
         ("MPIPIPE_WATCHDOG", ("0", "1")),
-        ("MPIPIPE_TAG_UB", ("1", "32767")),
         ("MPIPIPE_SYNC_SENDS", ("1",)),
         ("MPIPIPE_GPU_DIRECT", ("0",)),
         *((name, ("",)) for name in NAMES),
@@ -58,7 +57,6 @@ def test_what_has_a_meaning_is_taken(unset, monkeypatch, name, values):
     [
         *(("MPIPIPE_TIMEOUT", value) for value in ("abc", "-5", "inf", "nan", "1 s")),
         *(("MPIPIPE_WATCHDOG", value) for value in ("0.5", "-1", "never", "nan", "inf")),
-        *(("MPIPIPE_TAG_UB", value) for value in ("0", "-1", "many", "1.5", str(1 << 63))),
         *((name, value) for name in ("MPIPIPE_SYNC_SENDS", "MPIPIPE_GPU_DIRECT") for value in ("2", "-1", "maybe")),
     ],
 )

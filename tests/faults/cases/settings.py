@@ -1,6 +1,6 @@
 """The environment, the launcher and MPI itself are not as they should be."""
 
-from faults.blocks import NONZERO, OPENING, PLAIN, RUN, Fault, failing, good, on, refused
+from faults.blocks import NONZERO, OPENING, PLAIN, RUN, Fault, failing, good
 
 NOT_INITIALISED = "import mpi4py\nmpi4py.rc.initialize = False\n"
 
@@ -12,8 +12,6 @@ def _state(name, body, *says, **options) -> Fault:
 FAULTS = (
     failing("MPIPIPE_TIMEOUT=abc", "settings", "train()", "MPIPIPE_TIMEOUT", env={"MPIPIPE_TIMEOUT": "abc"},
         code=NONZERO, ranks=(1, 2, 4), quick=(2, RUN)),
-    refused("MPIPIPE_TAG_UB differs", "settings", on(1, 'os.environ["MPIPIPE_TAG_UB"] = "40"') + "train()",
-        "MismatchError", "MPIPIPE_TAG_UB", code=(1, 2)),
     Fault(
         "all ranks refuse, and can open no more files",
         "settings",
