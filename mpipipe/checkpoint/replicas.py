@@ -7,6 +7,7 @@ host: copying arrays of a GPU there takes less time than hashing.
 from __future__ import annotations
 
 import socket
+from collections import defaultdict
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import NamedTuple
@@ -98,25 +99,24 @@ def compare(everyone: Sequence[Hashes]) -> list[Difference]:
     Those differences that name few ranks come first.
     """
     # An array must be equal on the ranks at a place, and a tied parameter in all its places.
-    values: dict[tuple[int, str], dict[int, set[str]]] = {}
-    names: dict[tuple[int, str], set[str]] = {}
+    values: dict[tuple[int, str], set[tuple[int, str]]] = defaultdict(set)
+    names: dict[tuple[int, str], set[str]] = defaultdict(set)
     for rank, local in enumerate(everyone):
         for name, value in local.hashes.items():
             kinds = [(local.pipe, name)]
             if name in local.ties:
                 kinds.append((ANYWHERE, local.ties[name]))
             for kind in kinds:
-                values.setdefault(kind, {}).setdefault(rank, set()).add(value)
-                names.setdefault(kind, set()).add(name)
+                values[kind].add((rank, value))
+                names[kind].add(name)
     differences = []
     for kind, of_ranks in sorted(values.items()):
         for rank, local in enumerate(everyone):
-            if local.pipe == kind[0]:
-                of_ranks.setdefault(rank, {ABSENT})
-        if len(set().union(*of_ranks.values())) > 1:
-            texts = [(rank, " and ".join(sorted(of_ranks[rank]))) for rank in sorted(of_ranks)]
-            named = " = ".join(sorted(names[kind]))
-            differences.append(Difference(named, rank_list.by_text(texts)))
+            if local.pipe == kind[0] and kind[1] not in local.hashes:
+                of_ranks.add((rank, ABSENT))
+        ranks = rank_list.by_text(sorted(of_ranks))
+        if len(ranks) > 1:
+            differences.append(Difference(" = ".join(sorted(names[kind])), ranks))
     return sorted(differences, key=lambda difference: len(difference.odd))
 
 
