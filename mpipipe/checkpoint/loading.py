@@ -141,26 +141,25 @@ def read_arrays(saved: Checkpoint, targets: Mapping[str, Array | StateShard]) ->
 
     Raises ArgumentError, with the name of the file. One rank may call this.
     """
-    names_in: dict[str, list[str]] = {}
+    file_of = {}
     for file, content in saved.files.items():
-        for name, entry in content.arrays.items():
-            if name not in targets:
-                continue
-            names_in.setdefault(file, []).append(name)
-            kind = DTYPES[targets[name].dtype.name]
-            shape = targets[name].shape
-            if (entry.dtype, entry.shape) != (kind, shape):
-                raise ArgumentError(
-                    f"{name} does not fit the model",
-                    found=f"{entry.dtype}{list(entry.shape)} in {saved.path / file}",
-                    expected=f"{kind}{list(shape)}",
-                    remedy=OTHER_MODEL,
-                )
-    found = set().union(*names_in.values())
-    for name in targets:
-        if name not in found:
+        file_of.update(dict.fromkeys(content.arrays, file))
+    names_in: dict[str, list[str]] = {}
+    for name, target in targets.items():
+        if name not in file_of:
             raise ArgumentError(
                 f"the checkpoint has no array {name}", found=str(saved.path), remedy=OTHER_MODEL
+            )
+        file = file_of[name]
+        names_in.setdefault(file, []).append(name)
+        entry = saved.files[file].arrays[name]
+        kind = DTYPES[target.dtype.name]
+        if (entry.dtype, entry.shape) != (kind, target.shape):
+            raise ArgumentError(
+                f"{name} does not fit the model",
+                found=f"{entry.dtype}{list(entry.shape)} in {saved.path / file}",
+                expected=f"{kind}{list(target.shape)}",
+                remedy=OTHER_MODEL,
             )
     what = "a file of the checkpoint"
     says = f"what {MANIFEST} says"

@@ -215,13 +215,9 @@ def _create(path: Path, record: OwnerRecord) -> bool:
     except FileExistsError:
         return False
     with file:
-        try:
-            file.write(f"{json.dumps(asdict(record))}\n")
-            file.flush()
-            os.fsync(file.fileno())
-        except OSError:
-            path.unlink()
-            raise
+        file.write(f"{json.dumps(asdict(record))}\n")
+        file.flush()
+        os.fsync(file.fileno())
     return True
 
 

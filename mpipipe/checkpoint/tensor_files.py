@@ -22,7 +22,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 from zlib import crc32
@@ -114,27 +114,20 @@ class Listener(Protocol):
 
 def header_of(
     content: Mapping[str, Array | Planned], metadata: Mapping[str, str] | None = None
-) -> tuple[bytes, dict[str, TensorEntry]]:
-    """Return the header of a file with these arrays, and where each of them lies."""
+) -> bytes:
+    """Return the header of a file with these arrays."""
     facts: Values = {}
     if metadata is not None:
         facts = {"__metadata__": metadata}
-    entries = {}
-    end = 0
+    start = 0
     for name, item in content.items():
-        entry = entries[name] = TensorEntry(DTYPES[item.dtype.name], tuple(item.shape), end)
-        end += entry.nbytes
-        facts[name] = {
-            "dtype": entry.dtype,
-            "shape": entry.shape,
-            "data_offsets": (entry.start, end),
-        }
+        end = start + math.prod(item.shape) * item.dtype.itemsize
+        dtype = DTYPES[item.dtype.name]
+        facts[name] = {"dtype": dtype, "shape": item.shape, "data_offsets": (start, end)}
+        start = end
     text = json.dumps(facts, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
-    for name, entry in entries.items():
-        entries[name] = replace(entry, start=len(header) + entry.start)
-    return header, entries
+    return len(text).to_bytes(8, "little") + text
 
 
 def write_tensors(
@@ -147,30 +140,29 @@ def write_tensors(
     """Write C-contiguous arrays, of host or GPU, into a file as a whole. Raises OSError."""
     # the widest first, so each begins at a multiple of its size
     content = dict(sorted(content.items(), key=lambda entry: -entry[1].dtype.itemsize))
-    header, entries = header_of(content, metadata)
-    sums = dict.fromkeys(content, 0)
+    header = header_of(content, metadata)
+    # Planned arrays are made one at a time.
+    made = (item.make() if isinstance(item, Planned) else item for item in content.values())
+    sums = [0] * len(content)
     position = len(header)
     with files.whole_file(path, before_naming) as file:
         file.write(header)
-        for name, piece in _pieces(content):
+        for number, piece in arrays.host_pieces(made, PIECE_BYTES):
             if listener is not None:
                 listener.about_to_read(piece.nbytes)
-            sums[name] = crc32(piece.data, sums[name])
+            sums[number] = crc32(piece.data, sums[number])
             file.write(piece.data)
             files.begin_writing(file, position, piece.nbytes)
             position += piece.nbytes
         if listener is not None:
             listener.has_read()
-    summed = {name: replace(entry, checksum=f"{sums[name]:08x}") for name, entry in entries.items()}
-    return Content(position, len(header), f"{crc32(header):08x}", summed)
-
-
-def _pieces(content: Mapping[str, Array | Planned]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the names and pieces of all arrays; planned ones are made one at a time."""
-    made = (item.make() if isinstance(item, Planned) else item for item in content.values())
-    names = [*content]
-    for number, piece in arrays.host_pieces(made, PIECE_BYTES):
-        yield names[number], piece
+    entries = {}
+    start = len(header)
+    for (name, item), total in zip(content.items(), sums):
+        entry = TensorEntry(DTYPES[item.dtype.name], tuple(item.shape), start, f"{total:08x}")
+        entries[name] = entry
+        start += entry.nbytes
+    return Content(position, len(header), f"{crc32(header):08x}", entries)
 
 
 class TensorFile:
