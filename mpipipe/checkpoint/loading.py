@@ -21,7 +21,8 @@ from mpipipe.optim import Optimizer, StateShard
 from mpipipe.stages import StageLike, as_stages
 
 OTHER_MODEL = (
-    "build the model with the sizes and the dtype that it had when the checkpoint was saved"
+    "build the model with the sizes and the dtype, and take the optimizer, of when the checkpoint "
+    "was saved; or load parameters alone"
 )
 
 
@@ -64,16 +65,12 @@ def load(
             is_fixed = isinstance(array, np.ndarray) and not array.flags.writeable
             targets[name] = np.empty_like(array) if is_fixed else array
     saved = group.from_one("checkpoint.load: the manifest", lambda: read(path))
-    if optimizer is None:
-        kinds = {PARAMETERS}
-    else:
-        kinds = {PARAMETERS, *optimizer.named_state()}
     names = []
     if mesh.replicas.rank == 0:
         names = list(contents)
     all_names = set().union(*group.gather("checkpoint.load: the names of all ranks", names))
     with group.raise_together("checkpoint.load: the arrays"):
-        _check_names(saved, all_names, kinds, optimizer)
+        _check_names(saved, all_names, optimizer)
         # a save that still reads these arrays finishes first
         writers = []
         for item in (*adapters, optimizer):
@@ -109,22 +106,17 @@ def read(path: str | Path) -> Checkpoint:
     return folders.read(folder)
 
 
-def _check_names(
-    saved: Checkpoint, model_names: set[str], kinds: set[str], optimizer: Optimizer | None
-) -> None:
+def _check_names(saved: Checkpoint, model_names: set[str], optimizer: Optimizer | None) -> None:
     """Raise ArgumentError unless the checkpoint has just the arrays of all ranks."""
     names = set().union(*(content.arrays for content in saved.files.values()))
-    states = sorted({name.split("/", 1)[0] for name in names} - {PARAMETERS})
-    if optimizer is not None and (saved.optimizer_steps is None or {PARAMETERS, *states} != kinds):
+    if optimizer is not None and saved.optimizer_steps is None:
         raise ArgumentError(
             "the checkpoint has no state for this optimizer",
-            found=f"state {' and '.join(states) or 'of none'} in {saved.path / MANIFEST}",
-            expected=" and ".join(sorted(kinds - {PARAMETERS})) or "an optimizer without state",
-            remedy="take the optimizer that was saved, with the same options, or load parameters "
-            "alone",
+            found=f"no optimizer in {saved.path / MANIFEST}",
+            remedy=OTHER_MODEL,
         )
     for name in [*sorted(model_names - names), *sorted(names - model_names)]:
-        if name.split("/", 1)[0] in kinds:
+        if optimizer is not None or name.startswith(f"{PARAMETERS}/"):
             text = "has an array that the model does not:"
             if name in model_names:
                 text = "has no array"

@@ -37,8 +37,6 @@ Explain = Callable[[Path], AbstractContextManager[None]]
 NAME = "owner.json"
 MOST_BYTES = 1 << 20
 SETTLING_SECONDS = 1.0
-# the id of a batch job, and the variable that counts its starts, where there is one
-JOBS = {"SLURM_JOB_ID": "SLURM_RESTART_COUNT", "PBS_JOBID": ""}
 _owners: WeakKeyDictionary[RankContext, list[Owner]] = WeakKeyDictionary()
 
 
@@ -246,26 +244,22 @@ class OwnerRecord:
     machine: str  # names the boot of the host and the space of process ids, in which `process` is
     process: int  # the one that leads the job
     start: str  # when that process began
-    job: str  # number of the scheduler's job with the variable that has it, "" without one
-    starts: int  # how often the scheduler has started the job again, where it counts
+    job: str  # of SLURM, with the variable that has its number, "" without one
+    starts: int  # how often SLURM has started the job again
     since: str
 
     @classmethod
     def of_this_job(cls) -> OwnerRecord:
         """Describe the job that this process leads."""
-        job = ""
-        starts = ""
-        for name, count in JOBS.items():
-            if os.environ.get(name) and not job:
-                job = f"{name} {os.environ[name]}"
-                starts = os.environ.get(count, "")
+        job = os.environ.get("SLURM_JOB_ID", "")
+        starts = os.environ.get("SLURM_RESTART_COUNT", "")
         return cls(
             token=secrets.token_hex(8),
             host=socket.gethostname(),
             machine=this_machine(),
             process=os.getpid(),
             start=start_of(os.getpid()) or "",
-            job=job,
+            job=f"SLURM_JOB_ID {job}" if job else "",
             starts=int(starts) if starts.isdigit() else 0,
             since=f"{datetime.now():%Y-%m-%d %H:%M:%S}",
         )

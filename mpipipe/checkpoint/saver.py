@@ -181,8 +181,7 @@ class Saver:
         problem = task.work.problem
         # rank 0 has written no manifest, and will not
         task.sealed = False
-        self._task = None
-        task.give_up()
+        self._give_up()
         self._group.agree("checkpoint.poll: what went wrong", error=problem)
 
     def _seal(self, task: SaveTask) -> None:

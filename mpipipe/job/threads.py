@@ -243,9 +243,6 @@ class ThreadCommunicator:
             time.sleep(PAUSE)
         return gathered
 
-    def bcast(self, obj: object, root: int = 0) -> Any:
-        return self.allgather(obj)[root]
-
     def Barrier(self) -> None:
         self.allgather(None)
 

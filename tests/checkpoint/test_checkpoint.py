@@ -119,9 +119,9 @@ def test_parameters_alone_are_loaded_without_an_optimizer_or_into_another_one(co
         else:
             assert not array.any()
     assert steps == 0
-    with pytest.raises(ArgumentError, match="no state for this optimizer") as caught:
-        loaded(comm, mpi_tmp_path, comm.size, kind=lambda stages, lr: optim.SGD(stages, lr, momentum=0.9))
-    assert "first and second" in caught.value.found and caught.value.expected == "momentum"
+    for momentum, match in ((0.9, "has no array momentum/"), (0.0, "has an array that the model does not: first/")):
+        with pytest.raises(ArgumentError, match=match):
+            loaded(comm, mpi_tmp_path, comm.size, kind=lambda stages, lr, m=momentum: optim.SGD(stages, lr, momentum=m))
 
 
 def test_old_checkpoints_are_removed_and_what_is_not_ours_stays(comm, mpi_tmp_path):

@@ -37,7 +37,7 @@ def test_ranks_with_a_gpu_each_use_nccl():
     "changes, reason",
     [
         (dict(problem={1: "it computes on the CPU"}), "on rank 1: it computes on the CPU"),
-        (dict(problem=dict.fromkeys(range(3), "MPIPIPE_NCCL=off")), "MPIPIPE_NCCL=off"),
+        (dict(problem=dict.fromkeys(range(3), "MPIPIPE_NCCL=off")), "on rank 0: MPIPIPE_NCCL=off"),
         (dict(gpu={2: "gpu 0"}), "on rank 2: it shares GPU gpu 0 of a with rank 0"),
     ],
 )
@@ -57,7 +57,7 @@ def test_the_first_rank_in_the_way_is_named_and_one_rank_alone_needs_no_nccl():
 
 def test_threads_do_not_use_nccl():
     found = inprocess.run(2, lambda comm: agree_on_nccl([group_of(comm)], "cuda"))
-    assert found == [NcclChoice(False, "the ranks are threads of one process")] * 2
+    assert found == [NcclChoice(False, "on rank 0: the ranks are threads of one process")] * 2
 
 
 def test_info_says_whether_and_why(emulated_gpu, launch):

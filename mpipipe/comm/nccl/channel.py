@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike
 
 from mpipipe import arrays
 from mpipipe.arrays import DeviceArray, Event
-from mpipipe.errors import BackendError, MpipipeError
+from mpipipe.errors import BackendError
 from mpipipe.job import NCCL, RankGroup, ThreadTask, found_by_all, keep_forever, runtime
 
 
@@ -205,10 +205,8 @@ def facts_of(group: RankGroup, device: str) -> Facts:
             version = arrays.nccl().get_version()
             text = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
             return Facts(rank, setting, "", socket.gethostname(), arrays.bus_id(), text)
-        except MpipipeError as error:
-            problem = error.message
         except Exception as error:  # a library that does not work raises what it likes
-            problem = repr(error)
+            problem = getattr(error, "message", repr(error))
     return Facts(rank, setting, problem)
 
 
@@ -226,9 +224,7 @@ def judge(everyone: Sequence[Facts]) -> NcclChoice:
                 remedy="start one rank for each GPU, install what is missing, or set "
                 f"{NCCL.name}=auto",
             )
-        if len(refusals) < len(everyone) or len({why for _, why in refusals}) > 1:
-            reason = f"on rank {rank}: {reason}"
-        return NcclChoice(False, reason)
+        return NcclChoice(False, f"on rank {rank}: {reason}")
     if len(everyone) == 1:
         return NcclChoice(False, "one rank has no other to talk to")
     version = everyone[0].version
