@@ -22,7 +22,15 @@ from mpipipe.faces import lazy_face
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from mpipipe.job.communicators import attributes, cached, world_ranks
-    from mpipipe.job.consensus import VALUES, Ballot, agreed_by, digest, found_by_all, raise_on_all
+    from mpipipe.job.consensus import (
+        VALUES,
+        Ballot,
+        agreed_by,
+        digest,
+        found_by_all,
+        raise_for_partners,
+        raise_on_all,
+    )
     from mpipipe.job.context import (
         RankContext,
         current_rank,

@@ -72,6 +72,11 @@ def world_ranks(comm: Communicator) -> Ranks:
         world.Free()
 
 
+def split(comm: Communicator, color: int, key: int) -> Communicator:
+    """Return the ranks with this `color`, by `key`; call it right after an agreement."""
+    return comm.Split(color, key)
+
+
 def rank_on_host(comm: Communicator) -> int:
     """Return the place of this rank on its host; call it right after an agreement."""
     if isinstance(comm, ThreadCommunicator):

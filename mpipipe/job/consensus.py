@@ -115,6 +115,12 @@ def raise_on_all(origin: int, problem: MpipipeError, group: RankGroup) -> NoRetu
     raise found_by_all(problem, [group], origin)
 
 
+def raise_for_partners(problem: MpipipeError) -> NoReturn:
+    """Raise an error that follows from one of another group, which is reported there."""
+    problem.reported_elsewhere = True
+    raise problem
+
+
 def agreed_by(problem: MpipipeError, group: RankGroup) -> MpipipeError:
     """Return the error, marked as one that all ranks of one more group raise."""
     problem.agreed |= frozenset(group.members)

@@ -168,7 +168,7 @@ class RankGroup:
         Others use it, and free it.
         """
         self.agree(f"making the communicator {name!r}")
-        return self.comm.Split(color, key)
+        return communicators.split(self.comm, color, key)
 
     def close(self) -> None:
         """Free the communicator; may be called twice. After a failure messages may be under way."""

@@ -21,6 +21,7 @@ from mpipipe.job import (
     RankGroup,
     attributes,
     digest,
+    raise_for_partners,
     raise_on_all,
     runtime,
     settings,
@@ -172,9 +173,7 @@ def agree_on_construction(
             assert problem is not None  # some ranks of this pipe have no partners
             raise problem
         if not replicas.agree(PARTNERS, values=[True]).all():
-            elsewhere = PeerError("some ranks of another pipeline were given no replicas")
-            elsewhere.reported_elsewhere = True
-            raise elsewhere
+            raise_for_partners(PeerError("some ranks of another pipeline were given no replicas"))
         _compare_replicas(groups, common_facts, problem, table.tolist(), digests)
         _share_state(replicas, stages.values())
     sums_by_nccl = False
