@@ -11,7 +11,7 @@ import pytest
 from support.saved_model import MODEL, load_weights, trained, values
 
 from mpipipe import Mesh, Preemption, arrays, checkpoint, nn, optim
-from mpipipe.checkpoint import contents, folders, tensor_files
+from mpipipe.checkpoint import contents, folders, owner, tensor_files
 from mpipipe.errors import ArgumentError, NonFiniteError, StorageError
 from mpipipe.job.consensus import agreed_by
 from mpipipe.job.group import group_of
@@ -355,6 +355,7 @@ def test_a_save_into_the_folder_of_one_that_was_given_up_is_not_disturbed_by_its
                 time.sleep(0.5)  # the first one would rename the file meanwhile
         original(descriptor)
 
+    owned = owner.take_folder(mpi_tmp_path, group_of(comm), folders.explained)  # as a training does: both share it
     monkeypatch.setattr(os, "fsync", fsync)
     with Mesh(comm) as mesh:
         stages, optimizer = trained(mesh)
@@ -373,3 +374,4 @@ def test_a_save_into_the_folder_of_one_that_was_given_up_is_not_disturbed_by_its
         checkpoint.load(mpi_tmp_path, mesh, fresh, other)
         got = values(fresh, other)
         assert all(np.array_equal(got[name], array) for name, array in expected.items())
+    owned.release()
