@@ -204,17 +204,8 @@ def whole_file(path: Path, before_naming: Callable[[], object] | None = None) ->
 
 def begin_writing(file: BinaryIO, start: int, count: int) -> None:
     """Let the system begin to write bytes of a file before its `fsync`, where it can."""
-    _advise(file.fileno(), start, count, "POSIX_FADV_DONTNEED")
-
-
-def will_read(descriptor: int, start: int, count: int) -> None:
-    """Advise the system to read these bytes of an open file into its cache."""
-    _advise(descriptor, start, count, "POSIX_FADV_WILLNEED")
-
-
-def _advise(descriptor: int, start: int, count: int, advice: str) -> None:
     with suppress(AttributeError, OSError):  # the first: a system without it
-        os.posix_fadvise(descriptor, start, count, getattr(os, advice))
+        os.posix_fadvise(file.fileno(), start, count, os.POSIX_FADV_DONTNEED)
 
 
 def show(stream: TextIO, text: str) -> None:

@@ -64,4 +64,4 @@ def test_two_threads_on_the_hardware_threads_of_one_core_are_too_many(monkeypatc
     monkeypatch.setenv("MPIPIPE_THREADS", "2")
     (found,) = inprocess.run(1, lambda comm: environment.gather(comm, gpus=False))
     assert found["binding"][0]["cores"] == "0-1"
-    assert found["oversubscribed"] == f"rank 0 has 2 threads on 1 core of {socket.gethostname()}"
+    assert found["oversubscribed"] == f"2 threads of rank 0 share 1 core of {socket.gethostname()}"

@@ -328,7 +328,7 @@ def test_mistakes_are_one_error_on_all_ranks(comm):
         ("different calls", MismatchError, lambda: (other if odd else halo).forward(x)),
         ("far wider", ArgumentError, lambda: HaloExchange(comm, 1, 2**62, True).forward(x)),
         ("far wider", ArgumentError, lambda: HaloExchange(comm, 1, 2**62).forward(x)),
-        ("without points", ArgumentError, lambda: HaloExchange(comm, 1, 1, True).forward(x[:, :0])),
+        ("far wider", ArgumentError, lambda: HaloExchange(comm, 1, 1, True).forward(x[:, :0])),
         ("not this rank's shard", ArgumentError, lambda: laid("contiguous", comm.size, 9).forward(x)),
     ):  # fmt: skip
         refused(comm, kind, match, build)

@@ -25,23 +25,15 @@ from mpipipe.checkpoint.folders import (
     checksum_of,
     find,
     newest,
-    prune,
     set_aside,
     step_of,
     write_facts,
 )
 from mpipipe.checkpoint.loading import load, read, read_arrays
-from mpipipe.checkpoint.owner import Owner, check_owned, is_owner_file, released_at_end, take_folder
+from mpipipe.checkpoint.owner import check_owned, is_owner_file, released_at_end, take_folder
 from mpipipe.checkpoint.replicas import check_replicas
 from mpipipe.checkpoint.saver import Saver, save
-from mpipipe.checkpoint.tensor_files import (
-    NAMES,
-    Planned,
-    TensorEntry,
-    TensorFile,
-    open_tensors,
-    write_tensors,
-)
+from mpipipe.checkpoint.tensor_files import NAMES, Planned, TensorFile, open_tensors, write_tensors
 from mpipipe.checkpoint.whole_folder import (
     check_same_folder,
     folder_identity,

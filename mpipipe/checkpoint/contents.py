@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import TypeAlias
 
 from mpipipe import arrays
@@ -93,27 +94,18 @@ def check_shards(contents: Values, replicas: Communicator) -> None:
 def state_of(state: Values | None) -> Values:
     """Return a copy of plain state; raise ArgumentError for what JSON would change."""
     plain = dict(state or {})
-    _check_plain(plain)
-    result: Values = json.loads(json.dumps(plain))
-    return result
-
-
-def _check_plain(value: object, place: str = "state") -> None:
-    if isinstance(value, dict):
-        for key, part in value.items():
-            if type(key) is not str:
-                raise ArgumentError(f"a key of {place} is no string", found=repr(key)[:80])
-            _check_plain(part, f"{place}[{key!r}]")
-    elif type(value) is list:
-        for index, part in enumerate(value):
-            _check_plain(part, f"{place}[{index}]")
-    elif value is not None and type(value) not in (bool, int, float, str):
+    result: Values = {}
+    with suppress(TypeError, ValueError):
+        result = json.loads(json.dumps(plain))
+    # A tuple would come back as a list, for example, and a number as a key as its text.
+    if repr(result) != repr(plain):
         raise ArgumentError(
-            f"{place} is not plain",
-            found=type(value).__name__,
+            "state is not plain",
+            found=f"{plain!r:.300}",
             expected="dicts with strings as keys, lists, strings, numbers, booleans and None",
             remedy="convert it; arrays belong into stages",
         )
+    return result
 
 
 def announcements_of(
@@ -121,17 +113,10 @@ def announcements_of(
 ) -> tuple[list[Announcements], bool]:
     """Return the lists `before_write` of all that have one, and whether no write goes unannounced.
 
-    Stages with something to train that the optimizer does not have are stepped by something else:
-    an optimizer of PyTorch, for example, which announces nothing.
+    Stages that the optimizer does not have are stepped by something else: an optimizer of PyTorch,
+    for example, which announces nothing.
     """
-    known = [*map(id, getattr(optimizer, "stages", stages))]
-    things = list(stages)
-    if optimizer is not None:
-        things.append(optimizer)
-    lists = [getattr(thing, "before_write", None) for thing in things]
-    announced = optimizer is not None and None not in lists
-    for stage in stages:
-        gradients = getattr(stage, "gradients", None)
-        if gradients is not None and gradients.flat.size and id(stage) not in known:
-            announced = False
+    known = {*map(id, getattr(optimizer, "stages", stages))}
+    lists = [getattr(thing, "before_write", None) for thing in (*stages, optimizer)]
+    announced = None not in lists and known.issuperset(map(id, stages))
     return [functions for functions in lists if functions is not None], announced

@@ -60,44 +60,19 @@ def clear(folder: Path) -> bool:
     return bool(ours)
 
 
-def prune(root: str | Path, keep: int, just_saved: Path | None = None) -> None:
+def prune(root: Path, keep: int, just_saved: Path) -> None:
     """Remove all but the newest checkpoints, and what saves that were cut short have left.
 
-    Parameters
-    ----------
-    root : str or Path
-        What was given to `save`.
-    keep : int
-        How many stay, at least 1.
-    just_saved : Path, optional
-        A checkpoint after which others may be under way: later folders that are no checkpoints yet
-        stay.
-
-    Raises
-    ------
-    ArgumentError
-        `keep` is not at least 1, or a file cannot be removed.
+    Others may be under way after `just_saved`: later folders that are no checkpoints yet stay.
+    Raises OSError.
     """
-    check_keep(keep)
-    whole = find(Path(root))
-    if not whole:
-        return
-    if just_saved is None:
-        last = whole[-1]
-    else:
-        last = min(whole[-1], just_saved, key=_place)
-    for path in _folders(Path(root)):
-        if path in whole[-keep:] or (path not in whole and _place(path) > _place(last)):
+    whole = find(root)
+    for path in _folders(root):
+        if path in whole[-keep:] or (path not in whole and _place(path) > _place(just_saved)):
             continue
-        try:
-            clear(path)
-            with suppress(OSError):  # files of others are in it
-                path.rmdir()
-        except OSError as error:
-            raise ArgumentError(
-                f"an old checkpoint cannot be removed: {error.strerror}",
-                found=str(error.filename or path),
-            ) from error
+        clear(path)
+        with suppress(OSError):  # files of others are in it
+            path.rmdir()
 
 
 def check_keep(keep: int | None) -> None:

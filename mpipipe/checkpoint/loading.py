@@ -21,7 +21,8 @@ from mpipipe.optim import Optimizer, StateShard
 from mpipipe.stages import StageLike, as_stages
 
 OTHER_MODEL = (
-    "build the model with the sizes and the dtype that it had when the checkpoint was saved"
+    "build the model with the sizes and the dtype, and take the optimizer, of when the checkpoint "
+    "was saved; or load parameters alone"
 )
 
 
@@ -64,16 +65,12 @@ def load(
             is_fixed = isinstance(array, np.ndarray) and not array.flags.writeable
             targets[name] = np.empty_like(array) if is_fixed else array
     saved = group.from_one("checkpoint.load: the manifest", lambda: read(path))
-    if optimizer is None:
-        kinds = {PARAMETERS}
-    else:
-        kinds = {PARAMETERS, *optimizer.named_state()}
     names = []
     if mesh.replicas.rank == 0:
         names = list(contents)
     all_names = set().union(*group.gather("checkpoint.load: the names of all ranks", names))
     with group.raise_together("checkpoint.load: the arrays"):
-        _check_names(saved, all_names, kinds, optimizer)
+        _check_names(saved, all_names, optimizer)
         # a save that still reads these arrays finishes first
         writers = []
         for item in (*adapters, optimizer):
@@ -109,22 +106,17 @@ def read(path: str | Path) -> Checkpoint:
     return folders.read(folder)
 
 
-def _check_names(
-    saved: Checkpoint, model_names: set[str], kinds: set[str], optimizer: Optimizer | None
-) -> None:
+def _check_names(saved: Checkpoint, model_names: set[str], optimizer: Optimizer | None) -> None:
     """Raise ArgumentError unless the checkpoint has just the arrays of all ranks."""
     names = set().union(*(content.arrays for content in saved.files.values()))
-    states = sorted({name.split("/", 1)[0] for name in names} - {PARAMETERS})
-    if optimizer is not None and (saved.optimizer_steps is None or {PARAMETERS, *states} != kinds):
+    if optimizer is not None and saved.optimizer_steps is None:
         raise ArgumentError(
             "the checkpoint has no state for this optimizer",
-            found=f"state {' and '.join(states) or 'of none'} in {saved.path / MANIFEST}",
-            expected=" and ".join(sorted(kinds - {PARAMETERS})) or "an optimizer without state",
-            remedy="take the optimizer that was saved, with the same options, or load parameters "
-            "alone",
+            found=f"no optimizer in {saved.path / MANIFEST}",
+            remedy=OTHER_MODEL,
         )
     for name in [*sorted(model_names - names), *sorted(names - model_names)]:
-        if name.split("/", 1)[0] in kinds:
+        if optimizer is not None or name.startswith(f"{PARAMETERS}/"):
             text = "has an array that the model does not:"
             if name in model_names:
                 text = "has no array"
@@ -141,26 +133,25 @@ def read_arrays(saved: Checkpoint, targets: Mapping[str, Array | StateShard]) ->
 
     Raises ArgumentError, with the name of the file. One rank may call this.
     """
-    names_in: dict[str, list[str]] = {}
+    file_of = {}
     for file, content in saved.files.items():
-        for name, entry in content.arrays.items():
-            if name not in targets:
-                continue
-            names_in.setdefault(file, []).append(name)
-            kind = DTYPES[targets[name].dtype.name]
-            shape = targets[name].shape
-            if (entry.dtype, entry.shape) != (kind, shape):
-                raise ArgumentError(
-                    f"{name} does not fit the model",
-                    found=f"{entry.dtype}{list(entry.shape)} in {saved.path / file}",
-                    expected=f"{kind}{list(shape)}",
-                    remedy=OTHER_MODEL,
-                )
-    found = set().union(*names_in.values())
-    for name in targets:
-        if name not in found:
+        file_of.update(dict.fromkeys(content.arrays, file))
+    names_in: dict[str, list[str]] = {}
+    for name, target in targets.items():
+        if name not in file_of:
             raise ArgumentError(
                 f"the checkpoint has no array {name}", found=str(saved.path), remedy=OTHER_MODEL
+            )
+        file = file_of[name]
+        names_in.setdefault(file, []).append(name)
+        entry = saved.files[file].arrays[name]
+        kind = DTYPES[target.dtype.name]
+        if (entry.dtype, entry.shape) != (kind, target.shape):
+            raise ArgumentError(
+                f"{name} does not fit the model",
+                found=f"{entry.dtype}{list(entry.shape)} in {saved.path / file}",
+                expected=f"{kind}{list(target.shape)}",
+                remedy=OTHER_MODEL,
             )
     what = "a file of the checkpoint"
     says = f"what {MANIFEST} says"

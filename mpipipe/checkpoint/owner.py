@@ -37,8 +37,6 @@ Explain = Callable[[Path], AbstractContextManager[None]]
 NAME = "owner.json"
 MOST_BYTES = 1 << 20
 SETTLING_SECONDS = 1.0
-# the id of a batch job, and the variable that counts its starts, where there is one
-JOBS = {"SLURM_JOB_ID": "SLURM_RESTART_COUNT", "PBS_JOBID": ""}
 _owners: WeakKeyDictionary[RankContext, list[Owner]] = WeakKeyDictionary()
 
 
@@ -147,24 +145,24 @@ def take_folder(folder: Path, group: RankGroup, explained: Explain) -> Owner:
     OwnerError where another job has it, and what `explained` makes of an OSError.
     """
 
-    def take_it() -> tuple[Path, str, bool, bool]:
+    def take_it() -> tuple[Path, str, bool]:
         path = folder.absolute()
         known = owner_of(path)
         if known is not None:
-            return known.folder, known.token, False, True
+            return known.folder, known.token, False
         record = OwnerRecord.of_this_job()
         with explained(path):
             made = not path.exists()
             path.mkdir(parents=True, exist_ok=True)
             take(path / NAME, record)
-        return path, record.token, made, False
+        return path, record.token, made
 
-    path, token, made, is_shared = group.from_one("the owner of a folder", take_it)
+    path, token, made = group.from_one("the owner of a folder", take_it)
     known = owner_of(path)
-    if is_shared and known is not None:
+    if known is not None and known.token == token:
         known.users += 1
         return known
-    return Owner(path, token, made, holds=group.rank == 0 and not is_shared)
+    return Owner(path, token, made, holds=group.rank == 0)
 
 
 def take(path: Path, record: OwnerRecord) -> None:
@@ -215,13 +213,9 @@ def _create(path: Path, record: OwnerRecord) -> bool:
     except FileExistsError:
         return False
     with file:
-        try:
-            file.write(f"{json.dumps(asdict(record))}\n")
-            file.flush()
-            os.fsync(file.fileno())
-        except OSError:
-            path.unlink()
-            raise
+        file.write(f"{json.dumps(asdict(record))}\n")
+        file.flush()
+        os.fsync(file.fileno())
     return True
 
 
@@ -236,13 +230,9 @@ def read(path: Path) -> OwnerRecord | None:
     with open(files.open_regular(path), "rb") as file:
         content = file.read(MOST_BYTES)
     try:
-        record = OwnerRecord(**json.loads(content))
+        return OwnerRecord(**json.loads(content))
     except (ValueError, TypeError, RecursionError):
         return None
-    for name, kind in OwnerRecord.__annotations__.items():
-        if type(getattr(record, name)).__name__ != kind:
-            return None
-    return record
 
 
 @dataclass(frozen=True)
@@ -254,26 +244,22 @@ class OwnerRecord:
     machine: str  # names the boot of the host and the space of process ids, in which `process` is
     process: int  # the one that leads the job
     start: str  # when that process began
-    job: str  # number of the scheduler's job with the variable that has it, "" without one
-    starts: int  # how often the scheduler has started the job again, where it counts
+    job: str  # of SLURM, with the variable that has its number, "" without one
+    starts: int  # how often SLURM has started the job again
     since: str
 
     @classmethod
     def of_this_job(cls) -> OwnerRecord:
         """Describe the job that this process leads."""
-        job = ""
-        starts = ""
-        for name, count in JOBS.items():
-            if os.environ.get(name) and not job:
-                job = f"{name} {os.environ[name]}"
-                starts = os.environ.get(count, "")
+        job = os.environ.get("SLURM_JOB_ID", "")
+        starts = os.environ.get("SLURM_RESTART_COUNT", "")
         return cls(
             token=secrets.token_hex(8),
             host=socket.gethostname(),
             machine=this_machine(),
             process=os.getpid(),
             start=start_of(os.getpid()) or "",
-            job=job,
+            job=f"SLURM_JOB_ID {job}" if job else "",
             starts=int(starts) if starts.isdigit() else 0,
             since=f"{datetime.now():%Y-%m-%d %H:%M:%S}",
         )

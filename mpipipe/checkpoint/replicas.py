@@ -1,9 +1,5 @@
 """Compares parameters and optimizer state over replicas, and places of tied ones.
 
-    rank 0   hash of each array  ->  one number  |                 all alike: go on
-    rank 1   hash of each array  ->  one number  |  one exchange
-    rank 2   hash of each array  ->  one number  |                 else: hashes by name, an error
-
 A hash is BLAKE2b of 64 bits over the bytes of an array, with its dtype and shape, computed on the
 host: copying arrays of a GPU there takes less time than hashing.
 """
@@ -11,6 +7,7 @@ host: copying arrays of a GPU there takes less time than hashing.
 from __future__ import annotations
 
 import socket
+from collections import defaultdict
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import NamedTuple
@@ -21,7 +18,7 @@ from mpipipe.checkpoint.contents import contents_of, state_names
 from mpipipe.checkpoint.tensor_files import PIECE_BYTES
 from mpipipe.comm import Mesh
 from mpipipe.errors import ReplicaError
-from mpipipe.job import digest, group_of, raise_on_all, rank_list
+from mpipipe.job import group_of, raise_on_all, rank_list
 from mpipipe.optim import Optimizer, StateShard
 from mpipipe.stages import StageLike, as_stages
 
@@ -89,13 +86,7 @@ def check_replicas(
     steps = None
     if optimizer is not None:
         steps = optimizer.steps
-    number = digest(WHAT, tuple(sorted(local.hashes.items())))
-    table = group.agree(WHAT, (("steps of the optimizer", steps),), [number, bool(local.ties)])
-    numbers = set()
-    for rank, (number, _) in enumerate(table.tolist()):
-        numbers.add((mesh.coords_of(rank).pipe, number))
-    if len(numbers) == mesh.shape.pipe and not table[:, 1].any():
-        return
+    group.agree(WHAT, (("steps of the optimizer", steps),))
     everyone = group.gather(f"{WHAT}: the names", local)
     differences = compare(everyone)
     if differences:
@@ -108,25 +99,24 @@ def compare(everyone: Sequence[Hashes]) -> list[Difference]:
     Those differences that name few ranks come first.
     """
     # An array must be equal on the ranks at a place, and a tied parameter in all its places.
-    values: dict[tuple[int, str], dict[int, set[str]]] = {}
-    names: dict[tuple[int, str], set[str]] = {}
+    values: dict[tuple[int, str], set[tuple[int, str]]] = defaultdict(set)
+    names: dict[tuple[int, str], set[str]] = defaultdict(set)
     for rank, local in enumerate(everyone):
         for name, value in local.hashes.items():
             kinds = [(local.pipe, name)]
             if name in local.ties:
                 kinds.append((ANYWHERE, local.ties[name]))
             for kind in kinds:
-                values.setdefault(kind, {}).setdefault(rank, set()).add(value)
-                names.setdefault(kind, set()).add(name)
+                values[kind].add((rank, value))
+                names[kind].add(name)
     differences = []
     for kind, of_ranks in sorted(values.items()):
         for rank, local in enumerate(everyone):
-            if local.pipe == kind[0]:
-                of_ranks.setdefault(rank, {ABSENT})
-        if len(set().union(*of_ranks.values())) > 1:
-            texts = [(rank, " and ".join(sorted(of_ranks[rank]))) for rank in sorted(of_ranks)]
-            named = " = ".join(sorted(names[kind]))
-            differences.append(Difference(named, rank_list.by_text(texts)))
+            if local.pipe == kind[0] and kind[1] not in local.hashes:
+                of_ranks.add((rank, ABSENT))
+        ranks = rank_list.by_text(sorted(of_ranks))
+        if len(ranks) > 1:
+            differences.append(Difference(" = ".join(sorted(names[kind])), ranks))
     return sorted(differences, key=lambda difference: len(difference.odd))
 
 

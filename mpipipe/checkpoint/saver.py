@@ -20,10 +20,10 @@ from pathlib import Path
 from time import perf_counter
 
 from mpipipe.checkpoint import contents, folders, owner
-from mpipipe.checkpoint.save_task import ENDED, FAILED, SaveTask, logger, wait_for_given_up
+from mpipipe.checkpoint.save_task import ENDED, FAILED, SaveTask, logger
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, StorageError
-from mpipipe.job import group_of, raise_on_all, wait_locally, whoami
+from mpipipe.job import group_of, raise_on_all, rank_list, wait_locally, whoami
 from mpipipe.optim import Optimizer, duplicate_name_error
 from mpipipe.options import Values
 from mpipipe.stages import StageLike
@@ -104,7 +104,6 @@ class Saver:
 
         """
         self.wait()
-        wait_for_given_up()
         group = self._group
         steps = None
         if self.optimizer is not None:
@@ -138,12 +137,10 @@ class Saver:
         own_names = []
         if self.mesh.replicas.rank == 0:
             own_names = sorted(content)
-        holders: dict[str, list[int]] = {}
-        for rank, names in enumerate(
-            self._group.gather("checkpoint.save: the names of all ranks", own_names)
-        ):
-            for name in names:
-                holders.setdefault(name, []).append(rank)
+        everyone = self._group.gather("checkpoint.save: the names of all ranks", own_names)
+        holders = rank_list.by_text(
+            (rank, name) for rank, names in enumerate(everyone) for name in names
+        )
         for name, ranks in sorted(holders.items()):
             if len(ranks) > 1:
                 raise_on_all(
@@ -184,8 +181,7 @@ class Saver:
         problem = task.work.problem
         # rank 0 has written no manifest, and will not
         task.sealed = False
-        self._task = None
-        task.give_up()
+        self._give_up()
         self._group.agree("checkpoint.poll: what went wrong", error=problem)
 
     def _seal(self, task: SaveTask) -> None:

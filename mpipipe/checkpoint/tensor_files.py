@@ -22,7 +22,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 from zlib import crc32
@@ -36,10 +36,6 @@ from mpipipe.errors import ArgumentError
 from mpipipe.options import Values
 
 PIECE_BYTES = 8 << 20  # a part of an array
-# Bytes that are read at once: the core's cache still has them when they are summed up.
-CACHED_BYTES = 256 << 10
-# Bytes that the system is asked to read ahead.
-AHEAD_BYTES = 64 << 20
 # safetensors' names of dtypes
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
@@ -118,27 +114,20 @@ class Listener(Protocol):
 
 def header_of(
     content: Mapping[str, Array | Planned], metadata: Mapping[str, str] | None = None
-) -> tuple[bytes, dict[str, TensorEntry]]:
-    """Return the header of a file with these arrays, and where each of them lies."""
+) -> bytes:
+    """Return the header of a file with these arrays."""
     facts: Values = {}
     if metadata is not None:
         facts = {"__metadata__": metadata}
-    entries = {}
-    end = 0
+    start = 0
     for name, item in content.items():
-        entry = entries[name] = TensorEntry(DTYPES[item.dtype.name], tuple(item.shape), end)
-        end += entry.nbytes
-        facts[name] = {
-            "dtype": entry.dtype,
-            "shape": entry.shape,
-            "data_offsets": (entry.start, end),
-        }
+        end = start + math.prod(item.shape) * item.dtype.itemsize
+        dtype = DTYPES[item.dtype.name]
+        facts[name] = {"dtype": dtype, "shape": item.shape, "data_offsets": (start, end)}
+        start = end
     text = json.dumps(facts, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
-    for name, entry in entries.items():
-        entries[name] = replace(entry, start=len(header) + entry.start)
-    return header, entries
+    return len(text).to_bytes(8, "little") + text
 
 
 def write_tensors(
@@ -151,30 +140,29 @@ def write_tensors(
     """Write C-contiguous arrays, of host or GPU, into a file as a whole. Raises OSError."""
     # the widest first, so each begins at a multiple of its size
     content = dict(sorted(content.items(), key=lambda entry: -entry[1].dtype.itemsize))
-    header, entries = header_of(content, metadata)
-    sums = dict.fromkeys(content, 0)
+    header = header_of(content, metadata)
+    # Planned arrays are made one at a time.
+    made = (item.make() if isinstance(item, Planned) else item for item in content.values())
+    sums = [0] * len(content)
     position = len(header)
     with files.whole_file(path, before_naming) as file:
         file.write(header)
-        for name, piece in _pieces(content):
+        for number, piece in arrays.host_pieces(made, PIECE_BYTES):
             if listener is not None:
                 listener.about_to_read(piece.nbytes)
-            sums[name] = crc32(piece.data, sums[name])
+            sums[number] = crc32(piece.data, sums[number])
             file.write(piece.data)
             files.begin_writing(file, position, piece.nbytes)
             position += piece.nbytes
         if listener is not None:
             listener.has_read()
-    summed = {name: replace(entry, checksum=f"{sums[name]:08x}") for name, entry in entries.items()}
-    return Content(position, len(header), f"{crc32(header):08x}", summed)
-
-
-def _pieces(content: Mapping[str, Array | Planned]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the names and pieces of all arrays; planned ones are made one at a time."""
-    made = (item.make() if isinstance(item, Planned) else item for item in content.values())
-    names = [*content]
-    for number, piece in arrays.host_pieces(made, PIECE_BYTES):
-        yield names[number], piece
+    entries = {}
+    start = len(header)
+    for (name, item), total in zip(content.items(), sums):
+        entry = TensorEntry(DTYPES[item.dtype.name], tuple(item.shape), start, f"{total:08x}")
+        entries[name] = entry
+        start += entry.nbytes
+    return Content(position, len(header), f"{crc32(header):08x}", entries)
 
 
 class TensorFile:
@@ -189,7 +177,6 @@ class TensorFile:
     def __init__(self, path: Path, content: Content | None = None) -> None:
         self.path = path
         self.bytes_read = 0
-        self._advised: dict[str, int] = {}  # bytes of an array that the system was asked to read
         self.descriptor = files.open_regular(path)
         try:
             size = os.fstat(self.descriptor).st_size
@@ -242,14 +229,6 @@ class TensorFile:
         """
         entry = self.arrays[name]
         memory = array.reshape(-1).view(np.uint8).data
-        advised = max(first, self._advised.get(name, 0))
-        if advised < min(entry.nbytes, first + AHEAD_BYTES // 2):
-            self._advised[name] = first + AHEAD_BYTES
-            files.will_read(
-                self.descriptor,
-                entry.start + advised,
-                min(entry.nbytes, first + AHEAD_BYTES) - advised,
-            )
         count = files.read_into(self.descriptor, entry.start + first, memory)
         self.bytes_read += count
         if count < len(memory):
@@ -259,9 +238,7 @@ class TensorFile:
         """Set an array of host or GPU to `name`; return the checksum of what was read."""
         device = arrays.is_device(array)
         flat = array.reshape(-1)
-        step = max(
-            1, (PIECE_BYTES if device else min(PIECE_BYTES, CACHED_BYTES)) // flat.dtype.itemsize
-        )
+        step = max(1, PIECE_BYTES // flat.dtype.itemsize)
         total = 0
         for start in range(0, flat.size, step):
             part = flat[start : start + step]

@@ -61,7 +61,7 @@ def info(
         facts |= describe.describe()
         root = runtime.mpi().COMM_WORLD.rank == 0
         placement = _placement(runtime.world())
-        facts |= {"NCCL": describe.nccl(runtime.world()), "CUDA graphs": describe.graphs()}
+        facts["NCCL"] = describe.nccl(runtime.world())
         surroundings = environment.gather(gpus=False)
     except MpipipeError as error:
         facts["MPI"] = f"{facts.get('MPI', '')}\n{error}".strip()

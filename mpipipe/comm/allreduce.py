@@ -25,15 +25,7 @@ from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.comm.pieces import ArrayPiece, PieceLine, PieceRequest
 from mpipipe.comm.transport.staged import Chunk, PinnedPool
-from mpipipe.job import (
-    Communicator,
-    Request,
-    cached,
-    own,
-    register_progress,
-    runtime,
-    unregister_progress,
-)
+from mpipipe.job import Communicator, Request, cached, own, register_progress, unregister_progress
 
 BUCKET_BYTES = 32 << 20
 GATHERED = 1 << 30  # elements of a host buffer that MPI gathers at once: it counts with 32 bits
@@ -90,16 +82,15 @@ class AllReduce(PieceRequest):
             sums = values.astype(np.float32)
         self.sums.append((values, sums))
         comm = self.queue.comm
-        in_place = runtime.library_of(comm).IN_PLACE
         if self.ranges is None:
-            return own(comm.Iallreduce(in_place, sums))
+            return own(comm.Iallreduce(None, sums))
         counts = []
         starts = []
         for item in self.ranges:
             first, last = _within(item, piece.start, piece.start + sums.size)
             counts.append(last - first)
             starts.append(first - piece.start)
-        return own(comm.Iallgatherv(in_place, [sums, (counts, starts)]))
+        return own(comm.Iallgatherv(None, [sums, (counts, starts)]))
 
     def end(self, piece: ArrayPiece) -> None:
         super().end(piece)

@@ -8,15 +8,7 @@ from mpipipe import arrays
 from mpipipe.comm.nccl.channel import agree_on_nccl
 from mpipipe.comm.transport import gpu_aware
 from mpipipe.errors import BackendError
-from mpipipe.job import (
-    Communicator,
-    RankGroup,
-    group_of,
-    launcher_size,
-    mpi,
-    settings,
-    tag_upper_bound,
-)
+from mpipipe.job import Communicator, RankGroup, group_of, launcher_size, mpi, tag_upper_bound
 from mpipipe.text import counted
 
 
@@ -81,14 +73,3 @@ def nccl(comm: Communicator) -> str:
 def _has_gpus(group: RankGroup) -> bool:
     """Return whether any rank sees a GPU; collective."""
     return bool(group.agree("info: the GPUs", values=[arrays.device_count()]).any())
-
-
-def graphs() -> str:
-    """Whether stages on a GPU run by CUDA graphs, and why not."""
-    if not arrays.device_count():
-        return "no GPU"
-    if arrays.is_amd():
-        return arrays.graphs_refused()
-    if not settings.GRAPHS.is_on:
-        return f"off ({settings.GRAPHS.name}=0)"
-    return "on, for each stage whose layers can be recorded; the log of a run names the others"

@@ -217,10 +217,6 @@ class Mailbox:
                 wait_for(request, what, self.group, peer=envelope.peer)
             self.outgoing.popleft()
 
-    def drop_buffers(self) -> None:
-        """Drop all free buffers; their shapes will not come again."""
-        self.slots.clear()
-
     def cancel(self) -> None:
         """Withdraw posted receives after a failure; the pipeline cannot be used any more."""
         for _, request, _ in self.posted:

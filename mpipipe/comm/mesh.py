@@ -8,7 +8,7 @@ import sys
 from typing import NamedTuple
 
 from mpipipe import arrays
-from mpipipe.errors import ArgumentError, BackendError, MismatchError, MpipipeError
+from mpipipe.errors import ArgumentError, MismatchError
 from mpipipe.job import Communicator, RankGroup, communicators, group_of, raise_on_all, rank_list
 from mpipipe.text import counted
 
@@ -111,12 +111,9 @@ class Mesh:
                     expected=f"pipe, data and seq, as in {ORDER!r}",
                 )
         self.order = order
-        message = "ranks were given different extents of a mesh"
-        remedy = "give the same extents on all ranks"
         extents = (*self.shape._asdict().items(), ("order", order))
-        self.group.agree("making a Mesh", extents, message=message, remedy=remedy)
+        self.group.agree("making a Mesh", extents)
         self.comm = communicators.duplicate(self.group.comm)
-        self.comm.Set_name("mpipipe mesh")
         self.rank = self.comm.rank
         self.coords = self.coords_of(self.rank)
         p, d, s = self.coords
@@ -209,19 +206,10 @@ def select_device(name: str = "auto", comm: Communicator | None = None) -> str:
     group = group_of(comm)
     place = local_rank(group)
     with group.raise_together("select_device"):
-        try:
-            chosen = name
-            if name in ("auto", "cuda") and arrays.device_count():
-                chosen = f"cuda:{place % arrays.device_count()}"
-            kind = arrays.check_device(chosen)
-        except MpipipeError:
-            raise
-        except Exception as error:  # CuPy's own, such as cudaErrorDevicesUnavailable
-            raise BackendError(
-                f"a GPU cannot be used: {type(error).__name__}: {error}",
-                remedy="look at nvidia-smi on that node: another process may have the GPU for "
-                "itself, or it is broken",
-            ) from error
+        chosen = name
+        if name in ("auto", "cuda") and arrays.device_count():
+            chosen = f"cuda:{place % arrays.device_count()}"
+        kind = arrays.check_device(chosen)
     kinds = group.gather("select_device", kind)
     without = [rank for rank, other in enumerate(kinds) if other == "cpu"]
     if 0 < len(without) < group.size:

@@ -18,13 +18,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from mpipipe.errors import ArgumentError
-
 FORWARD = 0
 BACKWARD = 1
 HEADER = 0
 DATA = 1
-MAX_CHANNELS = 64  # communicators are a scarce resource: MPICH has 2 046 of them
 
 
 class Tags:
@@ -52,14 +49,6 @@ class Tags:
                 counts[low, high] = self.index[edge] + 1
         edges = max(self.index.values(), default=-1) + 1
         self.channels = max(1, -(-edges * microbatches * 4 // self.base))
-        if self.channels > MAX_CHANNELS:
-            raise ArgumentError(
-                "the messages of one pair of ranks do not fit the tags that this MPI offers",
-                found=f"{edges} edges x {microbatches} micro-batches x 4 = "
-                f"{edges * microbatches * 4} tags",
-                expected=f"at most {MAX_CHANNELS} x {self.base}",
-                remedy="use fewer micro-batches, chunks or skips",
-            )
 
     def of(self, edge: int, microbatch: int, direction: int, part: int) -> tuple[int, int]:
         """(channel, tag) of one message; the two stages of the edge lie on different ranks."""

@@ -124,11 +124,7 @@ def halo_of(
     size = len(lengths)
     moves = []
     beyond = False
-    if periodic and max(width) and not sum(lengths):
-        raise ArgumentError(
-            "a periodic halo of an axis without points", found=f"lengths {list(lengths)}"
-        )
-    if max(width) > MOST_TURNS * max(1, sum(lengths)):
+    if max(width) > MOST_TURNS * max(sum(lengths), not periodic):
         raise ArgumentError(
             "a halo is far wider than its axis",
             found=f"width {width}, shards of {list(lengths)} points",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
-from types import ModuleType
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -18,6 +17,7 @@ from mpipipe.errors import MpipipeError
 from mpipipe.job import runtime
 from mpipipe.job.context import current_rank, whoami
 from mpipipe.job.requests import own
+from mpipipe.job.threads import ThreadCommunicator
 from mpipipe.job.types import Communicator, GroupName, Ranks
 from mpipipe.job.wait import wait_for_ranks
 
@@ -72,16 +72,16 @@ def world_ranks(comm: Communicator) -> Ranks:
         world.Free()
 
 
-def split(comm: Communicator, color: int, key: int, name: str) -> Communicator:
+def split(comm: Communicator, color: int, key: int) -> Communicator:
     """Return the ranks with this `color`, by `key`; call it right after an agreement."""
-    part: Communicator = comm.Split(color, key)
-    part.Set_name(f"mpipipe {name}")
-    return part
+    return comm.Split(color, key)
 
 
 def rank_on_host(comm: Communicator) -> int:
     """Return the place of this rank on its host; call it right after an agreement."""
-    node = comm.Split_type(runtime.library_of(comm).COMM_TYPE_SHARED)
+    if isinstance(comm, ThreadCommunicator):
+        return comm.rank
+    node = comm.Split_type(runtime.mpi().COMM_TYPE_SHARED)
     try:
         return node.rank
     finally:
@@ -95,7 +95,9 @@ def rank_on_host(comm: Communicator) -> int:
 
 
 logger = logging.getLogger("mpipipe")
-_keyvals: dict[ModuleType, Any] = {}  # for MPI, and for ranks in one process
+
+
+_keyvals: list[int] = []  # the first one for all, although threads may come here at once
 
 
 def cached(comm: Communicator, key: Hashable, make: Callable[[], Item]) -> Item:
@@ -112,23 +114,24 @@ def cached(comm: Communicator, key: Hashable, make: Callable[[], Item]) -> Item:
 
 def attributes(comm: Communicator) -> dict[Hashable, Any]:
     """Return what this package keeps on `comm`: key -> object with a method `close`."""
-    library = runtime.library_of(comm)
-    if library not in _keyvals:  # one key for all, although threads may come here at once
-        _keyvals.setdefault(library, library.Comm.Create_keyval(delete_fn=_close_all))
-    items: Any = comm.Get_attr(_keyvals[library])
+    if isinstance(comm, ThreadCommunicator):
+        return comm.items
+    if not _keyvals:
+        _keyvals.append(runtime.mpi().Comm.Create_keyval(delete_fn=_close_all))
+    items: Any = comm.Get_attr(_keyvals[0])
     if items is None:
         items = {}
-        comm.Set_attr(_keyvals[library], items)
+        comm.Set_attr(_keyvals[0], items)
     return items
 
 
-def _close_all(comm: Communicator, _keyval: int, items: dict[Hashable, Any]) -> None:
+def _close_all(comm: Communicator, _key: int, items: dict[Hashable, Any]) -> None:
     """Close what belongs to a communicator that is freed; both are collective.
 
     COMM_WORLD is never freed: MPI_Finalize deletes its attributes, and nothing can be closed any
     more.
     """
-    if comm == runtime.library_of(comm).COMM_WORLD:
+    if comm == runtime.mpi().COMM_WORLD:
         return
     for item in reversed(items.values()):  # the group, in which the others were made, last
         try:

@@ -184,12 +184,9 @@ def _in_words(value: object) -> str:
     return text
 
 
-def _ranks_without(values: Sequence[object], value: object) -> int | str:
-    """Return the one rank that has another value, or name several."""
-    ranks = [rank for rank, other in enumerate(values) if other != value]
-    if len(ranks) == 1:
-        return ranks[0]
-    return rank_list.numbers(ranks)
+def _ranks_without(values: Sequence[object], value: object) -> str:
+    """Name the ranks that have another value."""
+    return rank_list.numbers(rank for rank, other in enumerate(values) if other != value)
 
 
 def digest(call: str, facts: Facts) -> int:

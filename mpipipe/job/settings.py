@@ -8,8 +8,7 @@ again.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -59,13 +58,6 @@ def _seconds(text: str) -> float | None:
     return None
 
 
-def _is_count(text: str) -> bool:
-    try:
-        return 1 <= int(text) <= 1 << 62
-    except ValueError:
-        return False
-
-
 _is_switch = ("0", "1").__contains__
 
 TIMEOUT = Variable(
@@ -78,21 +70,14 @@ WATCHDOG = Variable(
     "a number of seconds, 1 or more; 0 for no watchdog",
     lambda text: text.strip("0.") == "" or (_seconds(text) or 0) >= 1,
 )
-TAG_UB = Variable("MPIPIPE_TAG_UB", "an integer of at least 1", _is_count)
 SYNC_SENDS = Variable("MPIPIPE_SYNC_SENDS", "0 or 1", _is_switch)
 GPU_DIRECT = Variable("MPIPIPE_GPU_DIRECT", "0 or 1", _is_switch)
 NCCL = Variable("MPIPIPE_NCCL", "auto, on or off", ("auto", "on", "off").__contains__)
 ATTENTION = Variable("MPIPIPE_ATTENTION", "cudnn or cupy")
 HALVES = Variable("MPIPIPE_HALVES", "numpy or torch", ("numpy", "torch").__contains__)
-THREADS = Variable("MPIPIPE_THREADS", "a positive integer", _is_count)
+THREADS = Variable("MPIPIPE_THREADS", "a positive integer")
 GRAPHS = Variable("MPIPIPE_GRAPHS", "0 or 1", _is_switch, "1")
 CHECK = Variable("MPIPIPE_CHECK", "0 or 1", _is_switch)
-# It is gone; without a word a run would differ from the one before.
-DETERMINISTIC = Variable(
-    "MPIPIPE_DETERMINISTIC",
-    "0, and MPIPIPE_ATTENTION=cupy, which gives the same bits in every run",
-    "0".__eq__,
-)
 VARIABLES = tuple(value for value in tuple(globals().values()) if isinstance(value, Variable))
 
 
@@ -110,19 +95,6 @@ def timeout() -> float:
 def watchdog() -> float:
     """Return MPIPIPE_WATCHDOG in seconds; inf for none, and for what `check_settings` refuses."""
     return _seconds(os.environ.get(WATCHDOG.name) or WATCHDOG_SECONDS) or inf
-
-
-@contextmanager
-def using_graphs(on: bool) -> Iterator[None]:
-    """Build pipelines, within, as if MPIPIPE_GRAPHS said so: for measurements."""
-    before = os.environ.get(GRAPHS.name)
-    os.environ[GRAPHS.name] = str(int(on))
-    try:
-        yield
-    finally:
-        os.environ.pop(GRAPHS.name)
-        if before is not None:
-            os.environ[GRAPHS.name] = before
 
 
 # -- What the launcher of a job tells each of its processes, in environment variables --------------

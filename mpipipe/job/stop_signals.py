@@ -195,9 +195,6 @@ class SignalListener(threading.Thread):
             content = b""
             if select.select([self.read], [], [], seconds)[0]:
                 content = os.read(self.read, 64)
-                if self.previous >= 0:  # somebody else listens, too
-                    with suppress(OSError):
-                        os.write(self.previous, content.replace(WAKE, b""))
                 for number in filter(_before.__contains__, content):
                     _note(number)
 

@@ -2,10 +2,6 @@
 
 It is stricter than MPI: a receive must have exactly the sender's length and dtype, all ranks must
 call the same collective, and nothing may be left unreceived at the end. Sends can be synchronous.
-
-This module has the names of mpi4py.MPI that the methods of a communicator go with, so that
-`runtime.library_of(comm)` can hand out either module: Comm, COMM_WORLD, COMM_TYPE_SHARED, IN_PLACE
-and TAG_UB.
 """
 
 from __future__ import annotations
@@ -14,7 +10,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, TypeAlias
@@ -27,11 +22,8 @@ from mpipipe.job.types import Buffer, Ranks
 
 ANY = -1
 PAUSE = 2e-5
-# Before a rank whose function has returned tells the others that it has left.
-QUIET_SECONDS = 0.5
 Context: TypeAlias = tuple[Hashable, ...]  # the name of a communicator
 Box: TypeAlias = tuple[Context, int]  # a rank of a communicator
-DeleteFunction: TypeAlias = Callable[["ThreadCommunicator", object, Any], None]
 Finish: TypeAlias = Callable[[list[Any]], object]  # called with the values of all ranks
 
 
@@ -61,24 +53,21 @@ class World:
         self.meetings: dict[Box, tuple[str, dict[int, Any]]] = {}
         self.broken = False  # whether a rank has failed, so that collectives cannot complete
         self.contexts = [RankContext() for _ in range(ranks)]
-        # Ranks whose function has returned wait for the others here.
-        self.end = threading.Barrier(ranks)
-        self.farewells = False  # whether a rank has told the others that it has left
 
     def leave(self, rank: int, returned: bool) -> None:
-        """Note that this rank's function has ended; tell the others if they do not end soon."""
+        """Note that this rank's function has ended; tell the others if it has returned."""
         self.contexts[rank].ended = True
-        if not returned:
-            self.end.abort()
-            return
-        with suppress(threading.BrokenBarrierError):
-            self.end.wait(QUIET_SECONDS)
-            return
-        self.farewells = True
-        for group in tuple(self.contexts[rank].groups):
-            group.leave()
+        if returned:
+            for group in tuple(self.contexts[rank].groups):
+                group.leave()
+            for context in self.contexts:
+                context.left[rank] = f"the function of rank {rank} has returned"
+
+    def read_farewells(self) -> None:
+        """Read what ranks have told those that have ended, too."""
         for context in self.contexts:
-            context.left[rank] = f"the function of rank {rank} has returned"
+            for group in (*context.groups, *context.failed):
+                group.read_messages()
 
     def progress(self, box: Box) -> None:
         """Match posted receives with sent messages, in the order that MPI prescribes."""
@@ -187,7 +176,7 @@ class ThreadCommunicator:
         self.members = members
         self.rank = rank
         self.size = len(members)
-        self._attributes: dict[object, object] = {TAG_UB: world.tag_ub}
+        self.items: dict[Hashable, Any] = {}  # closed when it is freed
         self._collectives = 0
 
     # -- messages ----------------------------------------------------------------------------------
@@ -222,10 +211,8 @@ class ThreadCommunicator:
 
     # -- collectives -------------------------------------------------------------------------------
 
-    def Iallreduce(self, sendbuf: Buffer, recvbuf: np.ndarray) -> MeetingRequest:
-        if sendbuf is IN_PLACE:
-            sendbuf = recvbuf
-        content = sendbuf.copy()
+    def Iallreduce(self, sendbuf: np.ndarray | None, recvbuf: np.ndarray) -> MeetingRequest:
+        content = (recvbuf if sendbuf is None else sendbuf).copy()
         return self._collective(
             "Iallreduce", content, lambda parts: np.copyto(recvbuf, reduce(np.add, parts))
         )
@@ -255,9 +242,6 @@ class ThreadCommunicator:
         while not request.Test():
             time.sleep(PAUSE)
         return gathered
-
-    def bcast(self, obj: object, root: int = 0) -> Any:
-        return self.allgather(obj)[root]
 
     def Barrier(self) -> None:
         self.allgather(None)
@@ -293,10 +277,6 @@ class ThreadCommunicator:
         members = tuple(self.members[rank] for rank in ranks)
         return ThreadCommunicator(self.world, context, members, ranks.index(self.rank))
 
-    def Split_type(self, split_type: int) -> ThreadCommunicator:
-        """Split by host: all ranks share the memory of one process."""
-        return self.Split()
-
     def Idup(self) -> tuple[ThreadCommunicator, MeetingRequest]:
         context = (*self.context, self._collectives, "dup")
         request = self._collective("Idup", None, None)
@@ -305,32 +285,8 @@ class ThreadCommunicator:
     def Dup(self) -> ThreadCommunicator:
         return self.Idup()[0]
 
-    def Set_name(self, name: str) -> None:
-        """Nothing shows it."""
-
-    @classmethod
-    def Create_keyval(cls, *, delete_fn: DeleteFunction) -> DeleteFunction:
-        """Return a key, which is called as `delete_fn(comm, key, value)` when a `comm` is freed."""
-        return delete_fn
-
-    def Get_attr(self, keyval: object) -> Any:
-        return self._attributes.get(keyval)
-
-    def Set_attr(self, keyval: object, attrval: object) -> None:
-        self._attributes[keyval] = attrval
-
     def Free(self) -> None:
-        for keyval, value in self._attributes.items():
-            if callable(keyval):
-                keyval(self, keyval, value)
+        for item in reversed(self.items.values()):  # the group, in which the others were made, last
+            item.close()
         self.Barrier()
         self.world.check_nothing_left(self.context)
-
-
-# -- names of mpi4py.MPI ---------------------------------------------------------------------------
-
-Comm = ThreadCommunicator
-COMM_WORLD = None  # each call of `run` has its own
-COMM_TYPE_SHARED = 1
-IN_PLACE = "in place"
-TAG_UB = 0

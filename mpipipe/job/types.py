@@ -14,7 +14,7 @@ Buffer: TypeAlias = Any
 # Where threads will not do: the end of a job, measurements of MPI itself.
 MpiCommunicator: TypeAlias = "MPI.Intracomm"
 MpiRequest: TypeAlias = "MPI.Request"
-# Only `runtime.in_process` asks which of the two it is.
+# Only this room asks which of the two it is; others call `runtime.in_process`.
 Communicator: TypeAlias = "MPI.Comm | ThreadCommunicator"
 
 

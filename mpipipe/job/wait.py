@@ -284,11 +284,7 @@ class ThreadTask(Generic[Result]):
         self._ended = threading.Event()
         self.error: BaseException | None = None  # the error that ended the work, if one did
         self.seconds = 0.0  # how long the work took, once it has ended
-        try:
-            threading.Thread(target=self._run, name=name, daemon=True).start()
-        except RuntimeError as error:  # the system has no thread left
-            self.error = error
-            self._ended.set()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def _run(self) -> None:
         start = time.monotonic()

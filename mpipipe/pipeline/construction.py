@@ -135,7 +135,6 @@ def agree_on_construction(
             ("number of micro-batches", schedule.microbatches),
             ("slice_lengths", arguments.slice_lengths and tuple(arguments.slice_lengths)),
             ("pipeline", with_replicas),
-            ("setting MPIPIPE_TAG_UB", largest_tag),
             ("setting MPIPIPE_NCCL=on", settings.NCCL.is_on),
         )
         places = own_places(stages, pipe.rank)

@@ -177,7 +177,6 @@ class Pipeline:
         ranks = self.ranks
         pipe = ranks.pipe
         stages = ranks.stages
-        pipe.comm.Set_name("mpipipe pipeline")
         pipe.context.pipelines += 1
         name = f"pipeline {pipe.context.pipelines} ({schedule.name})"
 

@@ -10,7 +10,6 @@ Nothing extra is noted for an action. The clock makes two marks for each action 
 
 from __future__ import annotations
 
-import weakref
 from functools import lru_cache
 from threading import get_ident
 
@@ -52,10 +51,7 @@ class PipelineState:
         self.thread = 0  # the thread of the last call
         self.calls = 0  # calls that were begun, also those on which the ranks did not agree
         self.pipe.context.add_inspectable(self)
-        # Groups outlive a pipeline that nobody closes: they must not hold it.
-        state = weakref.ref(self)
         for group in self.groups:
-            group.progress = lambda: f"call {getattr(state(), 'calls', 0)} of {name}"
             group.related = self.groups
 
     @property

@@ -101,7 +101,7 @@ class Recording:
         record = RankRecord(
             self._group.rank, pipeline.rank, pipeline.ranks.replica, clock, steps, skips
         )
-        found = collect(self._group, self._comm, record)
+        found = collect(self._group, record)
         self._group.agree("the end of a recording")
         self._comm.Free()
         with self._group.raise_together("the analysis of a recording"):

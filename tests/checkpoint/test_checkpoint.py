@@ -119,9 +119,9 @@ def test_parameters_alone_are_loaded_without_an_optimizer_or_into_another_one(co
         else:
             assert not array.any()
     assert steps == 0
-    with pytest.raises(ArgumentError, match="no state for this optimizer") as caught:
-        loaded(comm, mpi_tmp_path, comm.size, kind=lambda stages, lr: optim.SGD(stages, lr, momentum=0.9))
-    assert "first and second" in caught.value.found and caught.value.expected == "momentum"
+    for momentum, match in ((0.9, "has no array momentum/"), (0.0, "has an array that the model does not: first/")):
+        with pytest.raises(ArgumentError, match=match):
+            loaded(comm, mpi_tmp_path, comm.size, kind=lambda stages, lr, m=momentum: optim.SGD(stages, lr, momentum=m))
 
 
 def test_old_checkpoints_are_removed_and_what_is_not_ours_stays(comm, mpi_tmp_path):
@@ -153,7 +153,7 @@ def test_what_is_being_saved_behind_a_checkpoint_is_not_taken_for_a_save_that_wa
     assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["2", "3", "4", "9"]
     removed, original = [], Path.unlink
     monkeypatch.setattr(Path, "unlink", lambda path, **keys: removed.append(path.name) or original(path, **keys))
-    folders.prune(tmp_path, 1)
+    folders.prune(tmp_path, 1, just_saved=tmp_path / "step-00000009")
     assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["9"]
     assert removed[0] == "manifest.json"  # what is removed is no checkpoint from the first file on
 
@@ -200,10 +200,10 @@ def test_wrong_arguments_are_refused_on_every_rank_before_anything_is_written(co
             (dict(stages=[stages[0]], step=-1), "step"),
             (dict(stages=[stages[0]], step=1, keep=0), "keep"),
             (dict(stages=[strided], step=1), "strided"),
-            (dict(stages=stages[:1], step=1, state={1: 2}), "key of state is no string"),
-            (dict(stages=stages[:1], step=1, state={"a": [{"b": (1,)}]}), r"state\['a'\]\[0\]\['b'\] is not plain"),
-            (dict(stages=stages[:1], step=1, state={"a": np.float64(1)}), "not plain"),
-            (dict(stages=stages[:1], step=1, state={"a": np.zeros(3)}), "not plain"),
+            *(
+                (dict(stages=stages[:1], step=1, state=state), "state is not plain")
+                for state in ({1: 2}, {"a": [{"b": (1,)}]}, {"a": np.float64(1)}, {"a": np.zeros(3)})
+            ),
         ):
             with pytest.raises(ArgumentError, match=match):
                 checkpoint.save(mpi_tmp_path, mesh, **keys)

@@ -81,10 +81,6 @@ LEFT = {
         f"cut short: {content!r}": lambda folder, content=content: (folder / "owner.json").write_bytes(content)
         for content in (b"", b"{", b"[]", b'{"token": 1}', b"\xff" * 10)
     },
-    **{
-        f"damaged: {facts}": lambda folder, facts=facts: leave(folder, replace(record(), **facts))
-        for facts in ({"starts": "1", "machine": "b"}, {"host": None}, {"machine": ["a"]}, {"process": 1.5})
-    },
 }
 
 
@@ -131,11 +127,8 @@ def test_an_owner_of_another_user_whose_processes_are_hidden_is_not_taken_for_de
 
 @pytest.mark.parametrize("left", [{"machine": machine(host="b"), "host": "b"}, {"machine": machine(space="b")}])
 def test_an_owner_on_another_host_is_refused_unless_it_is_an_earlier_start_of_the_same_job(tmp_path, quick, left):
-    """So it is in another container of this host. PBS does not count the starts of a job."""
+    """So it is in another container of this host."""
     again = replace(record("f" * 16, os.getpid()), job="SLURM_JOB_ID 17", starts=1)
-    leave(tmp_path, record(job="PBS_JOBID 17", **left))
-    with pytest.raises(OwnerError, match="another job owns the folder"):
-        taken(tmp_path, record("f" * 16, job="PBS_JOBID 17"))
     leave(tmp_path, record(job="SLURM_JOB_ID 17", **left))
     for other in (record("f" * 16), replace(again, starts=0), replace(again, job="SLURM_JOB_ID 18")):
         with pytest.raises(OwnerError, match=r"another job owns the folder(.|\n)*has died on another host, remove"):
@@ -209,11 +202,10 @@ def test_of_many_jobs_that_take_over_at_once_one_wins(tmp_path):
 
 
 def test_the_job_of_the_scheduler(monkeypatch):
-    for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "PBS_JOBID"):
+    for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     for environment, expected in (
         ({}, ("", 0)),
-        ({"PBS_JOBID": "17.server"}, ("PBS_JOBID 17.server", 0)),
         ({"SLURM_JOB_ID": "17"}, ("SLURM_JOB_ID 17", 0)),
         ({"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "2"}, ("SLURM_JOB_ID 17", 2)),
     ):

@@ -29,9 +29,9 @@ def test_ranks_with_the_same_cores_stand_together():
 @pytest.mark.parametrize(
     ("cores", "threads", "text"),
     [
-        (["3", "3"], 1, "2 ranks share 1 core"),
-        (["0", "1"], 4, "ranks 0-1 have 8 threads on 2 cores of n1: bind ranks to more cores"),
-        (["0", "1-2"], 2, "rank 0 has 2 threads on 1 core of n1: bind ranks to more cores"),
+        (["3", "3"], 1, "2 threads of ranks 0-1 share 1 core of n1"),
+        (["0", "1"], 4, "8 threads of ranks 0-1 share 2 cores of n1: bind ranks to more cores"),
+        (["0", "1-2"], 2, "2 threads of rank 0 share 1 core of n1: bind ranks to more cores"),
         (["0", "1"], 1, "each rank on n1 is pinned to one core, and of 8 cores 2 are used"),
         (["0-3", "0-3", "4-7", "4-7"], 2, None),
         ([*map(str, range(8))], 1, None),  # ranks that fill a host one by one

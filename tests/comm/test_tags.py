@@ -1,11 +1,9 @@
 """Tags: unique for every message of a pair of ranks, the same at both ends, within every limit."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mpipipe.comm.tags import Tags
-from mpipipe.errors import ArgumentError
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 9), st.integers(15, 200), st.booleans(), st.data())
@@ -43,8 +41,3 @@ def test_more_messages_than_tags_take_more_communicators():
     tags = Tags([0, 1] * 8, 4096, 32767)
     assert tags.channels == -(-15 * 4096 * 4 // 32768) == 8
     assert len({tags.of(edge, 4095, 1, 1) for edge in range(1, 16)}) == 15
-
-
-def test_absurd_sizes_are_refused_with_a_remedy():
-    with pytest.raises(ArgumentError, match="fewer micro-batches"):
-        Tags([0, 1] * 64, 100_000, 32767)

@@ -4,12 +4,11 @@ import logging
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 
-from mpipipe.errors import ArgumentError, PeerError
-from mpipipe.job import RankGroup, communicators, inprocess, runtime, threads
+from mpipipe.errors import PeerError
+from mpipipe.job import RankGroup, communicators, inprocess, runtime
 from mpipipe.job.communicators import attributes, cached
-from mpipipe.job.context import current_rank, finalized
+from mpipipe.job.context import current_rank
 from mpipipe.job.requests import own
 
 
@@ -50,10 +49,9 @@ def test_a_rank_that_has_come_and_failed_since_does_not_end_the_making_of_a_comm
 
 def test_world_ranks_of_parts(comm):
     assert communicators.world_ranks(comm) == tuple(range(comm.size))
-    part = communicators.split(comm, comm.rank % 2, -comm.rank, "a test")
+    part = comm.Split(comm.rank % 2, -comm.rank)
     mine = [rank for rank in range(comm.size) if rank % 2 == comm.rank % 2]
     assert communicators.world_ranks(part) == tuple(reversed(mine))
-    assert part.Get_name() == "mpipipe a test"
     part.Free()
 
 
@@ -63,32 +61,13 @@ def test_place_on_the_host(comm):
     assert inprocess.run(3, communicators.rank_on_host) == [0, 1, 2]
 
 
-def test_what_stands_behind_a_communicator(comm):
-    assert not runtime.in_process(comm) and runtime.library_of(comm) is MPI
-    assert inprocess.run(2, runtime.in_process) == [True, True]
-    assert inprocess.run(2, runtime.library_of) == [threads, threads]
-    assert inprocess.run(2, lambda _: finalized()) == [False, False] and not finalized()
-
-
-def test_the_largest_tag(comm, monkeypatch):
-    monkeypatch.delenv("MPIPIPE_TAG_UB", raising=False)
+def test_the_largest_tag(comm):
     everything, part = runtime.tag_upper_bound(comm), comm.Split(0, comm.rank)
     assert everything >= 32767 and runtime.tag_upper_bound(part) == everything
     part.Free()
     assert inprocess.run(
         1, lambda one: (runtime.tag_upper_bound(one), runtime.tag_upper_bound(one.Dup())), tag_ub=99
     ) == [(99, 99)]
-    monkeypatch.setenv("MPIPIPE_TAG_UB", "40")
-    assert runtime.tag_upper_bound(comm) == 40
-    assert inprocess.run(1, runtime.tag_upper_bound, tag_ub=31) == [31], "it is lowered, never raised"
-
-
-def test_what_is_no_communicator_is_refused(comm):
-    assert runtime.resolve(comm) is comm
-    assert runtime.resolve() == MPI.COMM_WORLD
-    for wrong in ("world", 0, MPI.COMM_NULL):
-        with pytest.raises(ArgumentError, match="ommunicator"):
-            runtime.resolve(wrong)
 
 
 # -- what belongs to a communicator ------------------------------------------------------------------------------------

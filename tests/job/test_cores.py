@@ -33,12 +33,12 @@ def test_ranks_are_oversubscribed_where_some_cores_have_more_ranks_than_cores(al
 @pytest.mark.parametrize(
     ("cores", "threads", "text"),
     [
-        (["0-1"] * 4, [1] * 4, "4 ranks share 2 cores"),
-        (["0", "0", "1-7", "0-7"], [1] * 4, "ranks 0-1 share 1 core on n1"),
+        (["0-1"] * 4, [1] * 4, "4 threads of ranks 0-3 share 2 cores of n1"),
+        (["0", "0", "1-7", "0-7"], [1] * 4, "2 threads of ranks 0-1 share 1 core of n1"),
         (["0-1", "0-1"], [1, 1], None),
         (["", ""], [4, 4], None),  # a system that does not say
-        (["0", "1"], [1, 4], "rank 1 has 4 threads on 1 core of n1"),
-        (["0-7"] * 4, [4] * 4, "ranks 0-3 have 16 threads on 8 cores of n1"),
+        (["0", "1"], [1, 4], "4 threads of rank 1 share 1 core of n1"),
+        (["0-7"] * 4, [4] * 4, "16 threads of ranks 0-3 share 8 cores of n1"),
     ],
 )
 def test_the_sentence_names_ranks_and_cores(cores, threads, text):
@@ -51,7 +51,7 @@ def test_cores_of_two_hosts_are_not_the_same_cores():
     there = [{**place, "rank": place["rank"] + 2} for place in placed([{0}, {1}], "n2")]
     assert oversubscribed([*placed([{0}, {1}]), *there]) is None
     assert oversubscribed([*placed([{0}, {1}]), *there, {"rank": 4, "host": "n2", "cores": "0-1", "threads": 1}]) == (
-        "ranks 2-4 share 2 cores on n2"
+        "3 threads of ranks 2-4 share 2 cores of n2"
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 from mpipipe import Preemption
-from mpipipe.errors import ArgumentError, MismatchError
+from mpipipe.errors import ArgumentError
 from mpipipe.job import inprocess, preemption, stop_signals
 from mpipipe.job.preemption import TimeLimit, parse_duration
 from mpipipe.job.stop_signals import parse_signals
@@ -111,27 +111,6 @@ def test_rank_0_decides_that_time_is_over_for_all():
             return early, preemption.due(), preemption.due(), preemption.reason
 
     assert inprocess.run(3, loop) == [(False, True, True, "the time limit, 0 s ahead")] * 3
-
-
-def test_a_rank_that_does_not_ask_is_found():
-    def loop(comm):
-        with Preemption(comm) as preemption:
-            preemption.group.agree("another call") if comm.rank else preemption.due()
-
-    with pytest.raises(MismatchError, match=r"ranks make different calls\n.*another call.*\n.*Preemption.due"):
-        inprocess.run(2, loop)
-
-
-def test_leaving_ends_every_rank_with_75(capfd):
-    def loop(comm):
-        with Preemption(comm, time_limit=0.001) as preemption:
-            assert preemption.due()
-            preemption.leave("after step 3")
-
-    with pytest.raises(SystemExit) as caught:
-        inprocess.run(2, loop)
-    assert caught.value.code == 75 == Preemption.code and caught.value.agreed == {0, 1}
-    assert capfd.readouterr().err == "mpipipe: the time limit, 0 s ahead: left after step 3\n"
 
 
 def test_wrong_arguments_are_refused_on_all_ranks():

@@ -6,10 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpipipe.errors import ArgumentError, MismatchError
 from mpipipe.job import rank_list
-from mpipipe.job.group import group_of
-from mpipipe.job.inprocess import run
 
 
 @pytest.mark.parametrize(
@@ -45,16 +42,3 @@ def test_every_rank_is_written_or_counted(ranks):
     assert written <= ranks and len(ranks - written) == (int(more.split()[0]) if more else 0)
     assert all(rank > max(written) for rank in ranks - written)
     assert len(listed.split(", ")) <= rank_list.LISTED
-
-
-def test_errors_of_many_ranks_name_them_in_short():
-    def refuse(comm):
-        with pytest.raises(ArgumentError) as caught:
-            with group_of(comm).raise_together("painting"):
-                raise ArgumentError("no paint")
-        with pytest.raises(MismatchError) as differs:
-            group_of(comm).agree("painting", (("colour", "red" if comm.rank < 3 else "blue"),))
-        return str(caught.value).splitlines()[0], str(differs.value).splitlines()[0], str(group_of(comm).rank)
-
-    for refused, differing, _ in run(12, refuse):
-        assert refused == "all 12 ranks: no paint" and differing == "ranks 3-11: ranks differ in colour"

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 from support.launch import job_environment
@@ -130,26 +129,6 @@ def test_a_report_is_read_before_the_job_ends_and_the_process_ends_where_mpi_abo
 def test_a_launcher_that_never_reads_is_not_waited_for():
     aborted, read = outcome(report.TAKEN_SECONDS + 3.0)
     assert aborted < read
-
-
-def test_nothing_is_waited_for_once_all_is_read(monkeypatch):
-    """Other ranks would report meanwhile: they are only some hundredths of a second behind."""
-    read, write = os.pipe()
-    descriptor = os.dup(2)
-    os.dup2(write, 2)
-    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: os.read(read, 1000))
-    monkeypatch.setattr(report, "time", clock)
-    try:
-        report.wait_for_launcher()
-        report.write("wet paint")
-        report.wait_for_launcher()
-        os.set_blocking(read, False)
-        with pytest.raises(BlockingIOError):
-            os.read(read, 1)
-    finally:
-        os.dup2(descriptor, 2)
-        for each in (read, write, descriptor):
-            os.close(each)
 
 
 THREAD = """

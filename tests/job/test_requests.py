@@ -4,7 +4,6 @@ import gc
 import weakref
 
 import numpy as np
-import pytest
 from mpi4py import MPI
 
 from mpipipe.job.requests import own
@@ -36,26 +35,6 @@ def test_a_buffer_outlives_a_receive_that_everybody_forgot(comm):
     assert watch() is not None, "the memory is free, and a message will be written to it"
     comm.Isend(np.full(BYTES, 7, np.uint8), comm.rank, 5).Wait()
     arrives(comm, watch, 7)
-
-
-def test_the_buffers_of_a_collective_outlive_it(comm):
-    if comm.size == 1:
-        pytest.skip("completes at once")
-    mine, watch_mine = array(comm.rank)
-    table, watch_table = np.empty((comm.size, BYTES), np.uint8), None
-    watch_table = weakref.ref(table)
-    if comm.rank == 0:  # begins, forgets, and lets the others come
-        request = own(comm.Iallgather(mine, table), mine, table)
-        del request, mine, table
-        gc.collect()
-        comm.Barrier()
-        assert watch_mine() is not None and watch_table() is not None
-    else:
-        comm.Barrier()
-        request = own(comm.Iallgather(mine, table))
-    while comm.rank and not request.Test():
-        pass
-    comm.Barrier()
 
 
 def test_a_complete_request_lets_go_of_its_buffer(comm):

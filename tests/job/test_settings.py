@@ -41,7 +41,6 @@ def unset(monkeypatch):
     [
         ("MPIPIPE_TIMEOUT", ("0.5", "0", "0.0", "1e3")),
         ("MPIPIPE_WATCHDOG", ("0", "1")),
-        ("MPIPIPE_TAG_UB", ("1", "32767")),
         ("MPIPIPE_SYNC_SENDS", ("1",)),
         ("MPIPIPE_GPU_DIRECT", ("0",)),
         *((name, ("",)) for name in NAMES),
@@ -58,9 +57,7 @@ def test_what_has_a_meaning_is_taken(unset, monkeypatch, name, values):
     [
         *(("MPIPIPE_TIMEOUT", value) for value in ("abc", "-5", "inf", "nan", "1 s")),
         *(("MPIPIPE_WATCHDOG", value) for value in ("0.5", "-1", "never", "nan", "inf")),
-        *(("MPIPIPE_TAG_UB", value) for value in ("0", "-1", "many", "1.5", str(1 << 63))),
         *((name, value) for name in ("MPIPIPE_SYNC_SENDS", "MPIPIPE_GPU_DIRECT") for value in ("2", "-1", "maybe")),
-        ("MPIPIPE_DETERMINISTIC", "1"),
     ],
 )
 def test_what_has_none_is_refused_with_both_sides(unset, monkeypatch, name, value):
@@ -86,16 +83,6 @@ def test_limits_of_a_wait_and_of_the_watchdog(unset, monkeypatch, value, wait, w
     assert (settings.timeout(), settings.watchdog()) == (wait, watchdog)
 
 
-def test_integers_and_switches(unset, monkeypatch):
-    assert settings.TAG_UB.text == "" and not settings.SYNC_SENDS.is_on
-    monkeypatch.setenv("MPIPIPE_TAG_UB", "9")
-    monkeypatch.setenv("MPIPIPE_SYNC_SENDS", "1")
-    assert settings.TAG_UB.text == "9" and settings.SYNC_SENDS.is_on
-    monkeypatch.setenv("MPIPIPE_TAG_UB", "x")
-    with pytest.raises(ArgumentError, match="an integer"):
-        _ = settings.TAG_UB.text
-
-
 # -- launchers promise sizes, ranks, ranks on one host; a process that was promised others is not left alone -----------
 
 
@@ -106,12 +93,6 @@ def test_each_launcher_promises_a_size(name):
         assert settings.launcher_size({name: text}) is None
     with pytest.raises(LaunchError, match=rf"(?s)found: 1 rank\n.*expected: 4 ranks \({name}=4\)"):
         settings.refuse_singleton({name: "4"})
-
-
-def test_without_a_launcher_a_lone_process_is_fine():
-    settings.refuse_singleton({})
-    settings.refuse_singleton({"PMI_SIZE": "1"})
-    assert settings.launcher_rank({}) == 0
 
 
 @pytest.mark.parametrize("name", settings.RANK_VARIABLES)

@@ -65,14 +65,6 @@ def test_a_rank_that_sleeps_in_a_forward_is_named_as_computing(play):
 
 
 @pytest.mark.long
-def test_a_rank_in_mpi_outside_of_any_call_is_named_with_its_line(play):
-    body = "def breaking(_):\n    if rank == 0: comm.Barrier()" + TWO_STEPS
-    report = report_of(play(body, run=False))
-    assert re.search(r"\n  rank 0 on \S+ has been busy elsewhere for \d+ s, at \S+job.py:\d+ in breaking\n", report)
-    assert re.search(r"\n  rank 1 waits for step \(call 2\) of pipeline 1", report), report
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("act", "state"),
     [

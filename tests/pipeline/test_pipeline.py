@@ -8,6 +8,7 @@ from support.tolerance import close, within
 
 from mpipipe import Pipeline, nn, tracing
 from mpipipe.errors import ArgumentError, MpipipeError, PeerError, StageError
+from mpipipe.pipeline import construction
 from mpipipe.schedules import gpipe, interleaved_1f1b, one_f_one_b, simulate
 
 
@@ -25,7 +26,7 @@ def test_every_schedule_equals_the_dense_model(comm, monkeypatch, name, chunks, 
 )
 def test_messages_of_a_megabyte_and_artificial_tag_limits(comm, monkeypatch, name, chunks):
     monkeypatch.setenv("MPIPIPE_SYNC_SENDS", "1")
-    monkeypatch.setenv("MPIPIPE_TAG_UB", "7")  # several channels
+    monkeypatch.setattr(construction.runtime, "tag_upper_bound", lambda comm: 7)  # several channels
     schedule = dense.build(name, comm.size, chunks, 4)
     dense.check(comm, schedule, rows=4 * 40_000)
 

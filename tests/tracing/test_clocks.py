@@ -41,7 +41,7 @@ def comparison(comm):
     group = group_of(comm)
     private = group.split(0, group.rank, "test")
     offset = clock_offset(group, private, lambda: clock(time.perf_counter()))
-    texts = collect(group, private, "x" * 1000 * comm.rank)
+    texts = collect(group, "x" * 1000 * comm.rank)
     group.agree("test: the end")
     private.Free()
     true = (offset.at - comm.rank * SKEW) / (1 + comm.rank * DRIFT) - offset.at  # the clock of rank 0 less this one

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from statistics import median
 from time import perf_counter
+from unittest.mock import patch
 
 import numpy as np
 
@@ -44,7 +46,7 @@ def measure_executor(
     spans: list[float] = []
     comm = runtime.mpi().COMM_SELF if comm is None else comm
     with (
-        settings.using_graphs(False),
+        patch.dict(os.environ, {settings.GRAPHS.name: "0"}),
         Pipeline([stage], schedule, comm, loss=nn.mean_squared_error) as pipeline,
     ):
         for _ in range(2):
@@ -175,7 +177,7 @@ def _step_seconds(
     inputs, targets = tokens
     schedule = schedules.gpipe(1, microbatches)
     with (
-        settings.using_graphs(graphs),
+        patch.dict(os.environ, {settings.GRAPHS.name: str(int(graphs))}),
         Pipeline([stage], schedule, comm, loss=nn.softmax_cross_entropy) as pipeline,
     ):
         stage.optimizer_writes_compute()

@@ -16,7 +16,7 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import DeviceArray, Event
-from mpipipe.errors import BackendError, MpipipeError
+from mpipipe.errors import BackendError
 from mpipipe.job import NCCL, RankGroup, ThreadTask, found_by_all, keep_forever, runtime
 
 
@@ -29,7 +29,6 @@ class Channel:
     """
 
     def __init__(self, group: RankGroup, purpose: str) -> None:
-        limit_kernels()
         self.group = group
         self.stream = arrays.side_stream()
         self.ended = False
@@ -146,13 +145,9 @@ class NcclTask(ThreadTask[Result]):
 # NCCL needs a GPU of its own for every rank: its kernels wait for each other, and two processes on
 # one GPU take turns. So the facts of all ranks of a pipeline and of its replicas are put together,
 # and every rank judges the same facts.
-#
-# NCCL's kernels hold processors of the GPU while they wait. `limit_kernels` bounds how many one sum
-# may take, by NCCL's own variable, which the user may set otherwise.
 
 
 CALL = "asking whether NCCL can be used"
-THREAD_BLOCKS = "16"  # most for one sum
 
 
 class Facts(NamedTuple):
@@ -208,10 +203,8 @@ def facts_of(group: RankGroup, device: str) -> Facts:
             version = arrays.nccl().get_version()
             text = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
             return Facts(rank, setting, "", socket.gethostname(), arrays.bus_id(), text)
-        except MpipipeError as error:
-            problem = error.message
         except Exception as error:  # a library that does not work raises what it likes
-            problem = repr(error)
+            problem = getattr(error, "message", repr(error))
     return Facts(rank, setting, problem)
 
 
@@ -229,9 +222,7 @@ def judge(everyone: Sequence[Facts]) -> NcclChoice:
                 remedy="start one rank for each GPU, install what is missing, or set "
                 f"{NCCL.name}=auto",
             )
-        if len(refusals) < len(everyone) or len({why for _, why in refusals}) > 1:
-            reason = f"on rank {rank}: {reason}"
-        return NcclChoice(False, reason)
+        return NcclChoice(False, f"on rank {rank}: {reason}")
     if len(everyone) == 1:
         return NcclChoice(False, "one rank has no other to talk to")
     version = everyone[0].version
@@ -242,20 +233,12 @@ def judge(everyone: Sequence[Facts]) -> NcclChoice:
 def _refusals(everyone: Sequence[Facts]) -> list[tuple[int, str]]:
     """(rank, reason) of each rank that is in the way."""
     first: dict[tuple[str, str], int] = {}
-    version = next((facts.version for facts in everyone if not facts.problem), "")
     refusals = []
     for facts in everyone:
         owner = first.setdefault((facts.host, facts.gpu), facts.rank)
         problem = facts.problem
         if not problem and owner != facts.rank:
             problem = f"it shares GPU {facts.gpu} of {facts.host} with rank {owner}"
-        elif not problem and facts.version != version:
-            problem = f"it has NCCL {facts.version}, and others {version}"
         if problem:
             refusals.append((facts.rank, problem))
     return refusals
-
-
-def limit_kernels() -> None:
-    """Bound the kernels of NCCL by its own variable, where the user has not set that."""
-    os.environ.setdefault("NCCL_MAX_CTAS", THREAD_BLOCKS)

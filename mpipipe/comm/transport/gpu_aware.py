@@ -21,12 +21,14 @@ from mpipipe.comm.transport.staged import StagedTransport
 from mpipipe.job import GPU_DIRECT, Communicator, RankGroup, group_of, runtime
 
 logger = logging.getLogger("mpipipe")
-# maker -> functions that answer 1 or 0 (Open MPI's, MPICH's), and the number of its GPUs in MPICH's
-# mpi.h
+# maker -> functions that answer 1 or 0 (Open MPI's, MPICH's)
 QUESTIONS = {
-    "NVIDIA": (("MPIX_Query_cuda_support",), 0),
-    "AMD": (("MPIX_Query_rocm_support", "MPIX_Query_hip_support"), 2),
+    "NVIDIA": ("MPIX_Query_cuda_support",),
+    "AMD": ("MPIX_Query_rocm_support", "MPIX_Query_hip_support"),
 }
+# Where they have no GPU support, their functions may fail an assertion. Cray MPICH is derived from
+# 3.4, whatever its own version is.
+NOT_ASKED = r"CRAY MPICH|MPICH Version:\s*[1-3]\."
 
 
 class GpuAwareness(NamedTuple):
@@ -80,9 +82,7 @@ def combine(verdicts: Sequence[GpuAwareness]) -> GpuAwareness:
     """One verdict for all ranks, with the reason of the first rank that is against."""
     for rank, verdict in enumerate(verdicts):
         if not verdict.direct:
-            if set(verdicts) != {verdict}:
-                return GpuAwareness(False, f"on rank {rank}: {verdict.reason}")
-            return verdict
+            return GpuAwareness(False, f"on rank {rank}: {verdict.reason}")
     return verdicts[0]
 
 
@@ -108,30 +108,14 @@ def _of_this_rank() -> GpuAwareness:
 def ask_library(maker: str) -> int | None:
     """Ask the library to which mpi4py is linked: 1, 0, or None for no answer."""
     MPI = runtime.mpi()
+    if re.search(NOT_ASKED, MPI.Get_library_version(), re.IGNORECASE):
+        return None
     library = ctypes.CDLL(MPI.__file__)
-    names, number = QUESTIONS[maker]
-    if asks_by_type(MPI.Get_library_version()):
-        ask = getattr(library, "MPIX_GPU_query_support", None)
-        flag = ctypes.c_int(0)
-        if ask is None or ask(number, ctypes.byref(flag)):
-            return None
-        return int(flag.value != 0)
-    for name in names:
+    for name in QUESTIONS[maker]:
         ask = getattr(library, name, None)
         if ask is not None:
             return int(ask() != 0)
     return None
-
-
-def asks_by_type(library_version: str) -> bool:
-    """True for an MPICH before 4, whose MPIX_Query_cuda_support may fail an assertion.
-
-    It does so where it has no GPU support.
-
-    Cray MPICH is derived from 3.4, whatever its own version is.
-    """
-    version = re.search(r"(?<!CRAY )MPICH Version:\s*(\d+)", library_version)
-    return "CRAY MPICH" in library_version.upper() or (version is not None and int(version[1]) < 4)
 
 
 def _allocator_is_async() -> bool:

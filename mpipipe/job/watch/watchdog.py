@@ -133,7 +133,6 @@ class Watchdog:
     def open_channel(self, group: RankGroup) -> None:
         """Watch over the ranks of a group; collective."""
         private = cast("MpiCommunicator", communicators.duplicate(group.comm))
-        private.Set_name("mpipipe watchdog")
         threaded = runtime.threads_allowed()
         place = RankPlace(socket.gethostname(), os.getpid(), threaded)
         sizes = [PLACE_BYTES] * group.size

@@ -56,7 +56,7 @@ class ModelFolder:
 
     path: Path
     dtype: str
-    inode: int
+    inode: int | None
     kind: str
     origin: huggingface.Origin
     model: GPT

@@ -96,7 +96,7 @@ train(between=lambda: (leave(), optim.clip_by_global_norm(stages, 1.0, comm)))
     _code("None", 1),
     *(_agreed(code) for code in (0, 1, 75)),
     Fault("ranks exit with codes of their own", "exit", OPENING + "train()\nsys.exit(3 + rank)", code=(3, 4, 5, 6),
-        ranks=(2, 4), reports=None, says=("rank 0: 3",), plain_says=()),
+        ranks=(2, 4), reports=None, says=("exited with code 3, unlike other ranks",), plain_says=()),
     failing("os._exit(0) before training", "vanishes", on("last", "os._exit(0)") + "train()", "rank {last}",
         code=NONZERO, reports=None, plain_says=(), plain_code="any", quick=(2, RUN)),
     Fault("MPI_Abort by the user", "vanishes", OPENING + on("last", "comm.Abort(7)") + "train()", code=7, plain_code=7,

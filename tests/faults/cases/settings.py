@@ -1,13 +1,8 @@
 """The environment, the launcher and MPI itself are not as they should be."""
 
-from faults.blocks import NONZERO, OPENING, PLAIN, RUN, TRAIN, Fault, failing, good, on, refused
+from faults.blocks import NONZERO, OPENING, PLAIN, RUN, Fault, failing, good
 
 NOT_INITIALISED = "import mpi4py\nmpi4py.rc.initialize = False\n"
-LIMITED = """
-import resource
-resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
-os.execv(sys.executable, [sys.executable, "-m", "mpipipe", *words])
-"""
 
 
 def _state(name, body, *says, **options) -> Fault:
@@ -17,11 +12,6 @@ def _state(name, body, *says, **options) -> Fault:
 FAULTS = (
     failing("MPIPIPE_TIMEOUT=abc", "settings", "train()", "MPIPIPE_TIMEOUT", env={"MPIPIPE_TIMEOUT": "abc"},
         code=NONZERO, ranks=(1, 2, 4), quick=(2, RUN)),
-    refused("MPIPIPE_TAG_UB differs", "settings", on(1, 'os.environ["MPIPIPE_TAG_UB"] = "40"') + "train()",
-        "MismatchError", "MPIPIPE_TAG_UB", code=(1, 2)),
-    Fault("a limit of 32 open files", "settings", TRAIN + LIMITED, modes=(PLAIN,), plain_code=2,
-        says=("found: a limit of 32 file descriptors", "remedy: raise the limit", "ulimit -n"), never=("Traceback",),
-        quick=(2, PLAIN)),
     Fault(
         "all ranks refuse, and can open no more files",
         "settings",
