@@ -88,7 +88,8 @@ class Norm:
     @property
     def on_device(self) -> bool:
         """Whether the norm stays on the device: no other rank is asked, and all is on one GPU."""
-        return self._group is None and device_of(self.stages) == "cuda"
+        gpus = {stage.gpu for stage in as_stages(self.stages)}
+        return self._group is None and len(gpus) == 1 and None not in gpus
 
     def measure(self, scale: float) -> MeasuredNorm:
         """Add up the squares of all ranks; an error on one rank is raised on all.
@@ -152,14 +153,6 @@ class Norm:
             start = gradients.offsets[name]
             ranges.append((start, start + gradients[name].size))
         return stage.kernels.sums_of_squares(gradients.flat, ranges, out=out)
-
-
-def device_of(stages: Sequence[object]) -> str:
-    """Return "cuda" if all these stages are on one GPU, else "cpu"."""
-    gpus = {stage.gpu for stage in as_stages(stages)}
-    if len(gpus) == 1 and None not in gpus:
-        return "cuda"
-    return "cpu"
 
 
 def _measured(

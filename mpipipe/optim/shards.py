@@ -6,7 +6,7 @@
 This is the first stage of ZeRO (Rajbhandari et al., "ZeRO: memory optimizations toward training
 trillion parameter models", 2020). Gradients are summed as ever, and whole on each replica: so
 norms, clipping and the sums of tied parameters have the bits that they have without shares, for any
-number of replicas, and by MPI as by NCCL. An element of the parameters is updated by one replica
+number of replicas. An element of the parameters is updated by one replica
 and copied to the others. So all have the bits of an optimizer without shares.
 
 A stage that computes with a copy in a half dtype has no other use for its parameters in float32:
@@ -26,12 +26,11 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import ALIGNMENT, Array, Shape
-from mpipipe.comm import AllGather, NcclSums, agree_on_nccl
+from mpipipe.comm import AllGather
 from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
-from mpipipe.job import Communicator, RankGroup, ReplicaSum, cached, group_of
+from mpipipe.job import Communicator, RankGroup, group_of
 from mpipipe.nn import Stage, announce_write, divide_buffer, kernels, unite_buffer
-from mpipipe.optim.norm import device_of
 from mpipipe.stages import PipelineStage
 
 Range: TypeAlias = tuple[int, int]
@@ -71,11 +70,8 @@ class Shards:
         self.stages = list(stages)
         # The share of this replica, for stages whose originals are not whole here.
         self.originals: list[Array | None] = [None] * len(stages)
-        self._underway: list[ReplicaSum] = []
+        self._underway: list[AllGather] = []
         self._is_first_step = True
-        self._nccl: NcclSums | None = None
-        if agree_on_nccl([self.group], device_of(stages)).sums:
-            self._nccl = cached(replicas, "optim: parameters by NCCL", lambda: NcclSums(self.group))
         self._divide()
 
     def share_of(self, number: int) -> Range:
@@ -157,16 +153,8 @@ class Shards:
         self._gather(*self._exchanged(number))
 
     def _gather(self, flat: Array, ranges: list[Range]) -> None:
-        if not flat.size:
-            return
-        if self._nccl is None:
-            pending: ReplicaSum = AllGather(self.group.comm, flat, ranges)
-        else:
-            # Bits plus zeros are these bits, as integers and in any order: NCCL need not gather.
-            for start, stop in self._others(ranges):
-                arrays.set_zero(flat[start:stop])
-            pending = self._nccl.start(flat.view(np.int32))
-        self._underway.append(pending)
+        if flat.size:
+            self._underway.append(AllGather(self.group.comm, flat, ranges))
 
     def _others(self, ranges: list[Range]) -> list[Range]:
         return [*ranges[: self.group.rank], *ranges[self.group.rank + 1 :]]
