@@ -267,6 +267,10 @@ class TaskConfig(ClusterOptions, OutputOptions, TrainingOptions, ParallelOptions
     def __post_init__(self) -> None:
         read_fields(self)
         # Values that contradict each other, or that no range tells.
+        if self.watchdog is not None and 0 < self.watchdog < 1:
+            raise ConfigError(
+                "watchdog is too small", found=self.watchdog, expected="0, or at least 1"
+            )
         if self.resume == "auto" and self.out is None:
             raise ConfigError(
                 "resume = auto without out",
