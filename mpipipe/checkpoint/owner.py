@@ -244,7 +244,7 @@ class OwnerRecord:
     machine: str  # names the boot of the host and the space of process ids, in which `process` is
     process: int  # the one that leads the job
     start: str  # when that process began
-    job: str  # of SLURM, with the variable that has its number, "" without one
+    job: str  # number of the job of SLURM, with its variable; "" without one
     starts: int  # how often SLURM has started the job again
     since: str
 

@@ -54,7 +54,7 @@ REFUSED = [  # (keys, words of the error)
         )
     ),
     *(({"loss_scale": wrong}, "loss_scale") for wrong in (-1, math.inf)),
-    *(({"watchdog": wrong}, "watchdog") for wrong in (-1, math.nan)),
+    *(({"watchdog": wrong}, "watchdog") for wrong in (0.5, -1, math.nan)),
     ({"optimizer": "adam"}, "optimizer(.|\\n)*adamw"),
     ({"dtype": "int8"}, "dtype(.|\\n)*float32"),
     ({"device": "gpu"}, "device(.|\\n)*auto"),
