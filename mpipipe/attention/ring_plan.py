@@ -59,7 +59,8 @@ class RingOptions:
                 raise ArgumentError(
                     "the layout of a ring has another number of ranks, or another length",
                     found=repr(layout),
-                    expected=f"{ranks} ranks, as in the communicator, and seq_len {seq_len or layout.seq_len}",
+                    expected=f"{ranks} ranks, as in the communicator, and seq_len "
+                    f"{seq_len or layout.seq_len}",
                     remedy="give Ring the Layout that cuts its data, and no seq_len",
                 )
             lengths = layout.slice_lengths or lengths
