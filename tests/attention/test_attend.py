@@ -89,6 +89,7 @@ def test_another_window_is_made_once_and_keeps_all_else(ranks):
         before = through(plain)  # it may remember what it planned for this length
         other = plain.with_window(3)
         assert other is plain.with_window(3) and other is not plain and other is not plain.with_window(4)
+        assert (plain.window, other.window) == (None, 3)
         same(through(other), through(made(window=3)))
         same(through(plain), before)
         assert plain.bytes_sent == 2 * other.bytes_sent and (plain.bytes_sent > 0) == bool(ranks)  # each counts its own

@@ -12,6 +12,7 @@ from support.tolerance import within
 from mpipipe import attention
 from mpipipe.arrays import accumulator
 from mpipipe.arrays import dtype as named_dtype
+from mpipipe.attention.merge import merge
 from mpipipe.errors import ArgumentError
 
 
@@ -81,3 +82,9 @@ def test_a_scale_is_a_finite_number_above_0():
         assert caught.value.found == repr(scale)
     for scale in (None, 1, 0.25, np.float32(0.5)):
         assert attention.Local(scale=scale).options.scale == scale
+
+
+def test_two_results_over_no_keys_become_one_over_none():
+    out, lse = np.zeros((3, 4)), np.full(3, -np.inf)
+    merge(out, lse, np.zeros((3, 4)), lse.copy())
+    assert not out.any() and np.isneginf(lse).all()

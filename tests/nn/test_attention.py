@@ -126,7 +126,7 @@ def test_a_sequence_that_is_not_that_of_the_coordinates_is_refused_on_all_ranks(
     wrong = (3, None), (5, None), (4, [0, 1, 2, 4]), (4, [-1, 0, 1, 2])
     for length, positions in wrong:
         layer = nn.SelfAttention(16, 2, attend=attention.Local(), positions=positions, coordinates=np.zeros((4, 2)))
-        with pytest.raises((ArgumentError, IndexError), match=r"4 positions, a row of coord|out of bounds"):
+        with pytest.raises(ArgumentError, match="4 positions, a row of coordinates for each"):
             nn.Stage([layer]).forward(np.zeros((1, length, 16), np.float32))
 
     def on_each_rank(comm):

@@ -261,7 +261,7 @@ class SelfAttention(Layer):
     ) -> np.ndarray:
         if positions is None and seq == len(whole):
             return whole
-        if positions is None or (positions < 0).any():
+        if positions is None or ((positions < 0) | (positions >= len(whole))).any():
             raise ArgumentError(
                 f"layer {self.name} (SelfAttention): the sequence is not that of the coordinates",
                 found=f"{seq} rows",
