@@ -162,6 +162,13 @@ class UserArrays:
         self.user_stage = user_stage
         self.name = type(user_stage).__name__  # for errors
         self.inner_stages: list[nn.Stage] = list(getattr(user_stage, "inner_stages", ()))
+        for inner in self.inner_stages:
+            if not isinstance(inner, nn.Stage):
+                raise ArgumentError(
+                    "inner_stages of a stage",
+                    found=type(inner).__name__,
+                    expected="a list of nn.Stage",
+                )
         self._first = next(iter(self.inner_stages), None)
 
     def given(self, name: str, default: object = None) -> Any:

@@ -299,11 +299,14 @@ def check_arguments(arguments: Arguments, comm: Communicator) -> dict[int, Pipel
         )
     check(schedule)
     numbers = schedule.stages_of(comm.rank)
-    if len(stages) != len(numbers):
+    count: int | str = type(stages).__name__
+    if isinstance(stages, (list, tuple)):
+        count = len(stages)
+    if count != len(numbers):
         raise ArgumentError(
             "wrong number of stages on this rank",
             rank=comm.rank,
-            found=len(stages),
+            found=count,
             expected=f"a list of {len(numbers)}: logical stages {', '.join(map(str, numbers))}",
             remedy="pass one stage for each chunk of this rank",
         )

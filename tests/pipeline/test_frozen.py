@@ -1,14 +1,16 @@
 """Pipelines with frozen stages: all others have the gradients they had, and nothing is sent for the frozen ones."""
 
+import numpy as np
 import pytest
 from support import dense
 from support.small_gpt import MODEL, parts_of, text
 
-from mpipipe import Mesh, Pipeline, arrays, nn, optim
+from mpipipe import Branches, Mesh, Pipeline, arrays, nn, optim
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError
+from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
-from mpipipe.schedules import partition, simulate, with_frozen
+from mpipipe.schedules import looped_bfs, partition, simulate, with_frozen, with_skips
 
 
 def build(schedule, rank, patterns, **sizes):
@@ -123,3 +125,35 @@ def test_graphs_of_frozen_stages_and_of_adapters_have_the_bits_of_plain_calls(
                 assert arrays.download(stage.parameters[name]).tobytes() == before.tobytes(), name
     assert found[0] == found[1]
     assert len(set(found[0][0])) == 4
+
+
+class Skipping(dense.Identity):
+    """Gives its input over a skip from stage 0; the last one adds it, and may leave out its gradient."""
+
+    gradients = None
+
+    def __init__(self, number, last, leaves_out):
+        self.number, self.last, self.leaves_out = number, last, leaves_out
+
+    def forward(self, x):
+        y = x.main + x["far"] if self.number == self.last else x
+        return (Branches(y, far=x) if self.number == 0 else y), None
+
+    def backward(self, dy, saved):
+        assert self.number, "stage 0 is frozen"
+        return dy if self.leaves_out or self.number < self.last else Branches(dy, far=dy)
+
+
+@pytest.mark.parametrize("leaves_out", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_gradient_of_a_skip_from_a_frozen_stage_may_be_left_out(ranks, leaves_out):
+    schedule = with_skips(with_frozen(looped_bfs(ranks, 2, 2), [0]), {"far": (0, 2 * ranks - 1)})
+
+    def job(comm):
+        stages = [Skipping(number, 2 * ranks - 1, leaves_out) for number in schedule.stages_of(comm.rank)]
+        with Pipeline(stages, schedule, comm, dense.mean_squared) as pipeline:
+            x = np.ones((4, 3))
+            losses = [pipeline.step(*dense.placed(schedule, comm.rank, x, x)).loss for _ in range(2)]
+        return losses
+
+    assert inprocess.run(ranks, job) == [[1.0, 1.0]] * ranks

@@ -59,6 +59,7 @@ def test_a_rank_without_replicas_reports_though_the_others_have_failed_meanwhile
         (lambda mesh, odd: dict(own=stages(mesh, seed=int(odd))), "parameters' values"),
         (lambda mesh, odd: dict(own=stages(mesh, width=7 if odd else 6)), "names, shapes"),
         (lambda mesh, odd: dict(own=stages(mesh) * (2 if mesh.rank == 3 else 1)), "wrong number of stages"),
+        (lambda mesh, odd: dict(own=stages(mesh)[0] if odd else stages(mesh)), "found: Stage"),
         (lambda mesh, odd: dict(schedule=gpipe(2, 2) if odd else one_f_one_b(2, 2)), "schedule"),
         (lambda mesh, odd: dict(recompute=odd), "recompute"),
     ],

@@ -10,6 +10,7 @@ from support.tolerance import within
 from mpipipe import Branches, Mesh, Pipeline, nn, schedules, tracing
 from mpipipe.errors import ArgumentError, MismatchError, PeerError, StageError
 from mpipipe.job import inprocess
+from mpipipe.stages import as_stages
 
 
 class Wrapped:
@@ -66,6 +67,13 @@ def test_an_inner_stage_knows_its_position():
             return pipeline.forward(x)
 
     np.testing.assert_array_equal(alone(job), x)
+
+
+def test_inner_stages_are_nn_stages():
+    stage = dense.TanhStage(0, 4, 4)
+    stage.inner_stages = [nn.Linear(4, 4)]
+    with pytest.raises(ArgumentError, match=r"inner_stages of a stage\n.*Linear"):
+        as_stages([stage])
 
 
 def test_the_gradients_of_inner_stages_are_summed_over_replicas(pair):
