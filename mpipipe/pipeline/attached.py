@@ -38,8 +38,9 @@ class AttachedStage:
         self._runs_again = any(stage == number for stage, _ in schedule.recomputed)
         self._poll = poll
         stage.attach(number, poll, names_given(schedule, number))
-        # Where the gradients of a user's stage lie, and which tied parameters lie elsewhere.
-        self._place = self._place_of_gradients()
+        # The gradients of a user's stage, which are kept so that no later array has their address,
+        # and which tied parameters lie elsewhere.
+        self._own_gradients = stage.own_gradients
         self._owners = [dict(inner.owners) for inner in stage.inner_stages]
 
     @property
@@ -91,19 +92,21 @@ class AttachedStage:
 
     def check_gradients(self) -> None:
         """Raise ArgumentError if the gradients of a user's stage were replaced."""
-        place = self._place_of_gradients()
-        if place != self._place:
+        place = _place_of(self.stage.own_gradients)
+        before = _place_of(self._own_gradients)
+        if place != before:
             raise ArgumentError(
                 "the gradients of a stage have been replaced since the pipeline was built",
                 stage=self.number,
                 found=place,
-                expected=f"{self._place}, the same in all steps",
+                expected=f"{before}, the same in all steps",
                 remedy="write into the array (gradients.flat[...] = 0), set nothing to None; or "
                 "build it anew",
             )
 
-    def _place_of_gradients(self) -> str:
-        flat = self.stage.own_gradients
-        if flat is None:
-            return "None"
-        return f"{flat.dtype.name}[{flat.size}] at {arrays.address(flat):#x}"
+
+def _place_of(gradients: Array | None) -> str:
+    """Say where gradients lie, for errors and comparison."""
+    if gradients is None:
+        return "None"
+    return f"{gradients.dtype.name}[{gradients.size}] at {arrays.address(gradients):#x}"
