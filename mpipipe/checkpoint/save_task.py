@@ -25,12 +25,13 @@ from mpipipe.checkpoint.folders import Checkpoint
 from mpipipe.checkpoint.owner import Owner
 from mpipipe.errors import OwnerError
 from mpipipe.files import sync_folder
-from mpipipe.job import Snapshot, ThreadTask, current_rank, is_rank
+from mpipipe.job import Snapshot, ThreadTask, current_rank, is_rank, wait_locally
 
 logger = logging.getLogger("mpipipe")
 PATIENCE = 1.0  # seconds that a rank which gives a save up waits for its thread
 THREAD = "mpipipe checkpoint"
 UNDER_WAY, ENDED, FAILED = range(3)  # the work of a rank
+_stuck: list[SaveTask] = []  # given up, by ranks of this process, while a thread could not be ended
 Written: TypeAlias = "dict[str, tensor_files.Content]"  # file -> what it holds
 
 
@@ -85,7 +86,7 @@ class SaveTask:
                 return {}
             with folders.explained(self.folder), self._in_order():
                 path = self.folder / self.part
-                return {self.part: tensor_files.write_tensors(path, share, self, self._check)}
+                return {self.part: tensor_files.write_tensors(path, share, self, self._owner.check)}
         finally:
             self.read.set()
 
@@ -100,12 +101,6 @@ class SaveTask:
         with arrays.side_stream():
             arrays.wait_for(ready)
             yield
-
-    def _check(self) -> None:
-        """Raise where a file may get its name no more: it may be that of another save by now."""
-        if self._given_up:
-            raise GivenUp
-        self._owner.check()
 
     def about_to_read(self, nbytes: int) -> None:
         if self._given_up:
@@ -142,12 +137,13 @@ class SaveTask:
         self._doing = "writes the manifest"
         if self.beforehand is not None:
             self.beforehand()
-        self._check()
+        if self._given_up:  # else the manifest would come after its file was removed
+            raise GivenUp
         with folders.explained(folder):
             sync_folder(folder.parent)
             try:
-                folders.write(replace(self.checkpoint, files=written), self._check)
-            except (GivenUp, OwnerError):  # a file of that name is another save's, or job's
+                folders.write(replace(self.checkpoint, files=written), self._owner.check)
+            except OwnerError:  # a file of that name is another job's
                 raise
             except BaseException:  # it may have its name already
                 folders.drop(folder, folders.MANIFEST)
@@ -169,6 +165,8 @@ class SaveTask:
         if not is_rank():  # a process that was forked meanwhile
             return
         ended = self.work.wait(PATIENCE)
+        if not ended:
+            _stuck.append(self)
         if self._owner.is_taken():
             return  # files of these names may be another job's
         if not self.sealed:
@@ -194,3 +192,11 @@ class SaveTask:
     def __str__(self) -> str:
         done = f"{self._bytes >> 20} of {self._all_bytes >> 20} MiB"
         return f"the checkpoint to be written: {self.folder} (a thread {self._doing}, {done} begun)"
+
+
+def wait_for_given_up() -> None:
+    """Return once no thread of an earlier save is at work: it may have files of the same names."""
+    for task in tuple(_stuck):
+        wait_locally(task.work.wait, task)
+        with suppress(ValueError):  # another rank of this process has
+            _stuck.remove(task)

@@ -20,7 +20,7 @@ from pathlib import Path
 from time import perf_counter
 
 from mpipipe.checkpoint import contents, folders, owner
-from mpipipe.checkpoint.save_task import ENDED, FAILED, SaveTask, logger
+from mpipipe.checkpoint.save_task import ENDED, FAILED, SaveTask, logger, wait_for_given_up
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, StorageError
 from mpipipe.job import group_of, raise_on_all, rank_list, wait_locally, whoami
@@ -104,6 +104,7 @@ class Saver:
 
         """
         self.wait()
+        wait_for_given_up()
         group = self._group
         steps = None
         if self.optimizer is not None:

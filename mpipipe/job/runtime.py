@@ -63,19 +63,20 @@ def world() -> MpiCommunicator:
 def resolve(comm: Communicator | None = None) -> Communicator:
     """Return the communicator that was handed in, or `world()` in place of None.
 
-    Raises ArgumentError for an intercommunicator, and what `world` raises.
+    Raises ArgumentError for what is no communicator of one group of ranks, and what `world` raises.
     """
     if comm is None:
         return world()
     if isinstance(comm, threads.ThreadCommunicator):
         return comm
     world()
-    if comm.Is_inter():
+    if not isinstance(comm, mpi().Intracomm) or comm == mpi().COMM_NULL:
         raise ArgumentError(
             "comm",
-            found="an intercommunicator",
-            expected="an intracommunicator",
-            remedy="pass comm.Merge()",
+            found=f"COMM_NULL, or what is no intracommunicator: {type(comm).__name__}",
+            expected="an intracommunicator of mpi4py that this rank belongs to, or None",
+            remedy="call this on the ranks of the communicator only; pass comm.Merge() for an "
+            "intercommunicator",
         )
     return comm
 

@@ -339,9 +339,7 @@ def test_a_last_save_that_fails_while_a_job_leaves_is_told_of(comm, mpi_tmp_path
 
 
 @pytest.mark.long
-def test_a_save_into_the_folder_of_one_that_was_given_up_is_not_disturbed_by_its_thread(
-    comm, mpi_tmp_path, monkeypatch
-):
+def test_a_save_into_the_folder_of_one_that_was_given_up_waits_for_its_thread(comm, mpi_tmp_path, monkeypatch):
     """As where a rank dies behind the last step: the others save it again."""
     original, opened, threads = os.fsync, threading.Event(), []
 

@@ -304,7 +304,8 @@ def test_sums_of_device_buffers_equal_those_of_host_buffers(gpu, comm, monkeypat
     for k in np.random.default_rng(comm.rank).permutation(len(flats)):  # each rank looks at them in its own order
         wait_for(pending[k])
     buffers = [*queue.pool.returning, *(buffer for free in queue.pool.free.values() for buffer in free)]
-    assert gpu.synchronisations == [] and 1 <= len(buffers) <= allreduce.BUFFERS
+    # one more, where the first bucket of those that wait finds all on their way back
+    assert gpu.synchronisations == [] and 1 <= len(buffers) <= allreduce.BUFFERS + 1
     assert queue not in context.current_rank().advancing
     for flat, sum_ in zip(flats, expected):
         np.testing.assert_array_equal(arrays.download(flat), sum_)

@@ -39,6 +39,7 @@ def test_ranks_with_a_gpu_each_use_nccl():
         (dict(problem={1: "it computes on the CPU"}), "on rank 1: it computes on the CPU"),
         (dict(problem=dict.fromkeys(range(3), "MPIPIPE_NCCL=off")), "on rank 0: MPIPIPE_NCCL=off"),
         (dict(gpu={2: "gpu 0"}), "on rank 2: it shares GPU gpu 0 of a with rank 0"),
+        (dict(version={1: "2.18.3"}), "on rank 1: it has NCCL 2.18.3, and others 2.27.7"),
     ],
 )
 def test_one_rank_in_the_way_keeps_nccl_out(changes, reason):

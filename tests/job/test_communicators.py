@@ -4,8 +4,9 @@ import logging
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
-from mpipipe.errors import PeerError
+from mpipipe.errors import ArgumentError, PeerError
 from mpipipe.job import RankGroup, communicators, inprocess, runtime
 from mpipipe.job.communicators import attributes, cached
 from mpipipe.job.context import current_rank
@@ -68,6 +69,14 @@ def test_the_largest_tag(comm):
     assert inprocess.run(
         1, lambda one: (runtime.tag_upper_bound(one), runtime.tag_upper_bound(one.Dup())), tag_ub=99
     ) == [(99, 99)]
+
+
+def test_what_is_no_communicator_is_refused(comm):
+    assert runtime.resolve(comm) is comm
+    assert runtime.resolve() == MPI.COMM_WORLD
+    for wrong in ("world", 0, MPI.COMM_NULL, comm.Split(MPI.UNDEFINED)):
+        with pytest.raises(ArgumentError, match="COMM_NULL, or what is no intracommunicator"):
+            runtime.resolve(wrong)
 
 
 # -- what belongs to a communicator ------------------------------------------------------------------------------------

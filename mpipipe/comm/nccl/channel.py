@@ -233,12 +233,15 @@ def judge(everyone: Sequence[Facts]) -> NcclChoice:
 def _refusals(everyone: Sequence[Facts]) -> list[tuple[int, str]]:
     """(rank, reason) of each rank that is in the way."""
     first: dict[tuple[str, str], int] = {}
+    version = next((facts.version for facts in everyone if not facts.problem), "")
     refusals = []
     for facts in everyone:
         owner = first.setdefault((facts.host, facts.gpu), facts.rank)
         problem = facts.problem
         if not problem and owner != facts.rank:
             problem = f"it shares GPU {facts.gpu} of {facts.host} with rank {owner}"
+        elif not problem and facts.version != version:
+            problem = f"it has NCCL {facts.version}, and others {version}"
         if problem:
             refusals.append((facts.rank, problem))
     return refusals

@@ -98,11 +98,12 @@ def _of_this_rank() -> GpuAwareness:
         maker = "AMD"
     answer = ask_library(maker)
     words = {
-        None: "does not say that it takes",
-        0: "says that it does not take",
-        1: "says that it takes",
+        None: "does not say, or cannot be asked, whether it takes device memory; if it does, set "
+        f"{GPU_DIRECT.name}=1",
+        0: "says that it does not take device memory",
+        1: "says that it takes device memory",
     }
-    return GpuAwareness(answer == 1, f"this MPI {words[answer]} device memory")
+    return GpuAwareness(answer == 1, f"this MPI {words[answer]}")
 
 
 def ask_library(maker: str) -> int | None:
