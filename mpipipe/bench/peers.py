@@ -174,8 +174,6 @@ def _llama_blocks(model: GPT, start: int, stop: int) -> torch.nn.Module:
             angles = self.rotary(x, torch.arange(x.shape[1])[None])
             for block in self.blocks:
                 x = block(x, position_embeddings=angles)
-                if isinstance(x, tuple):
-                    x = x[0]
             return x
 
     return Blocks()

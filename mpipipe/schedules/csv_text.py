@@ -61,13 +61,9 @@ def from_csv(text: str) -> Schedule:
     actions = sum(map(len, orders))
     # Refused before each of them takes memory.
     if (needed := len(placement) * microbatches * slices) > max(actions, LISTED):
-        slice = ""
-        if slices > 1:
-            slice = f", the highest slice {slices - 1}"
         raise ScheduleError(
             "most actions of the schedule are missing",
-            found=f"{counted(actions, 'action')}, the highest micro-batch is "
-            f"{microbatches - 1}{slice}",
+            found=f"{counted(actions, 'action')}, the highest micro-batch is {microbatches - 1}",
             expected=f"at least {needed}: an F of each micro-batch on each of "
             f"{counted(len(placement), 'stage')}",
             remedy="number the micro-batches from 0",

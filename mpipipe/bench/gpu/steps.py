@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
+from math import gcd
 from statistics import median
 from time import perf_counter
 from unittest.mock import patch
@@ -126,9 +127,7 @@ def measure_step(
             row = replace(row, peer="untied", peer_value=rates[False], goal="at least 0.97")
         yield row
     ours = rates[model.tied]
-    short = model.seq_len
-    if short % SMALL_TOKENS == 0:
-        short = SMALL_TOKENS
+    short = gcd(model.seq_len, SMALL_TOKENS)
     pieces = tokens.reshape(2, -1, short)
     small = f"{pieces.shape[1]} x 1 x {short} tokens"
     in_pieces = rate(model, pieces, pieces.shape[1], graphs)
@@ -182,7 +181,7 @@ def _step_seconds(
     ):
         stage.optimizer_writes_compute()
         optimizer = optim.AdamW([stage], LR)
-        scaler = optim.LossScaler() if dtype == "float16" else optim.LossScaler(1.0, dynamic=False)
+        scaler = optim.LossScaler(1.0, dynamic=False)
 
         def step() -> None:
             pipeline.step(inputs, targets, scale=scaler.scale)
