@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -69,26 +69,17 @@ def exact_bytes(count: int) -> str:
     return shown_bytes(count)
 
 
-def near(
-    name: str, known: Iterable[str], other_names: Mapping[str, str] | None = None
-) -> list[str]:
-    """Return known names that may have been meant: a synonym, or three that look alike.
+def near(name: str, known: Iterable[str]) -> list[str]:
+    """Return known names that may have been meant: three that look alike.
 
-    Case, and "-" for "_", are overlooked. `other_names` leads from the names that others use to
-    known ones.
+    Case, and "-" for "_", are overlooked.
 
     >>> from mpipipe.text import near
     >>> near("step", ["steps", "seed"])
     ['steps']
-    >>> near("partition", ["queue", "name"], {"partition": "queue"})
-    ['queue']
     """
     names = {as_word(word): word for word in known}
-    word = as_word(name)
-    meant = (other_names or {}).get(word)
-    if meant in names:
-        return [names[meant]]
-    return [names[word] for word in difflib.get_close_matches(word, names, n=3)]
+    return [names[word] for word in difflib.get_close_matches(as_word(name), names, n=3)]
 
 
 def as_word(name: str) -> str:

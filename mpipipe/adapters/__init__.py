@@ -242,10 +242,10 @@ def jax_attend(attend: Local | Ring) -> Callable[[Any, Any, Any], Any]:
     -------
     callable
         `function(q, k, v)` of arrays of JAX (batch, local seq, heads, head_dim), as for
-        `torch_attend`. It has first derivatives in reverse mode. JAX refuses it within `jax.vmap`
-        and `jax.checkpoint`, when it traces. It raises ArgumentError where arrays do not fit, or
-        second derivatives are asked for. An error of the ring itself is a `JaxRuntimeError` with
-        its text; a `jax_stage` raises the error itself.
+        `torch_attend`. It has first derivatives in reverse mode. JAX refuses second ones, and it
+        within `jax.vmap` and `jax.checkpoint`, when it traces. It raises ArgumentError where arrays
+        do not fit. An error of the ring itself is a `JaxRuntimeError` with its text; a `jax_stage`
+        raises the error itself.
     """
     return _room("jax.attend", "jax", "JAX").attend_function(attend)
 

@@ -18,8 +18,8 @@ from typing import Annotated, Any
 import numpy as np
 
 from mpipipe import attention
-from mpipipe.attention import cost, kernels
-from mpipipe.attention.kernels import Gradients, KVBlock, OutLse, no_poll
+from mpipipe.attention import cost
+from mpipipe.attention.kernels import no_poll
 from mpipipe.bench.timing import Call, Repeats, compare, on_ranks, report
 from mpipipe.comm import ROTATIONS
 from mpipipe.job import Communicator, runtime
@@ -52,7 +52,7 @@ def _random_arrays(seq_len: int, heads: int, dim: int) -> list[np.ndarray]:
 
 
 def _kernels(comm: Communicator, repeats: int, seq_len: int, heads: int, dim: int) -> None:
-    calls = [*_local(kernels.load("host"), seq_len, heads, dim)]
+    calls = [*_calls(attention.Local(), _random_arrays(seq_len, heads, dim))]
     if find_spec("torch"):
         import torch
 
@@ -68,23 +68,6 @@ def _kernels(comm: Communicator, repeats: int, seq_len: int, heads: int, dim: in
             ratio = seconds / host
         what = f"attention {direction}, host kernel, sequence {seq_len}"
         report(comm, what, measured, ratio, GOAL)
-
-
-def _local(
-    kernel: kernels.AttentionKernel, seq_len: int, heads: int, dim: int
-) -> tuple[Call, Call]:
-    """Return forward and backward of a kernel, as attention.Local calls it."""
-    q, k, v, dout = _random_arrays(seq_len, heads, dim)
-    slices = attention.Layout("contiguous", 1, seq_len).needs(0, 0)
-    scale = dim**-0.5
-    block = KVBlock(q, k, v, scale, slices)
-    result = OutLse(np.empty_like(q), np.empty((1, heads, seq_len), q.dtype))
-    forward = partial(kernel.forward, block, result, True)
-
-    def backward() -> None:
-        kernel.backward(block, dout, result, Gradients(*map(np.zeros_like, (q, k, v))))
-
-    return forward, backward
 
 
 def _pytorch(seq_len: int, heads: int, dim: int) -> tuple[Call, Call]:

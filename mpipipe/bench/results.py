@@ -99,10 +99,7 @@ def _run(bench: Bench) -> dict[str, tuple[float, str, str]]:
     """Run a bench, and return (ratio, goal, measurement) of each line, by its name."""
     command = [sys.executable, "-m", "mpipipe", "bench", *bench.words.split()]
     if bench.ranks > 1:
-        launcher = str(Path(sys.executable).with_name("mpiexec"))
-        if not os.path.exists(launcher):
-            launcher = "mpiexec"
-        command = [launcher, "-n", str(bench.ranks), *command]
+        command = ["mpiexec", "-n", str(bench.ranks), *command]
     variables = environment_of_own_job(os.environ)
     try:
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=LIMIT)

@@ -144,13 +144,10 @@ def find_plans(profile: Profile, space: Space, memory_limit: int | None = None) 
         if plan.peak <= search.limit:
             plans.append(plan)
     if not plans:
-        expected = "a plan that exists"
-        if peaks:
-            expected = f"at least {exact_bytes(min(peaks))}"
         raise ConfigError(
             "no plan keeps this memory limit",
             found=f"memory_limit {exact_bytes(memory_limit or 0)} on each rank",
-            expected=expected,
+            expected=f"at least {exact_bytes(min(peaks))}",
             remedy="raise the limit, use more ranks for a pipeline, or lower batch, seq_len or "
             "the sizes of the model",
         )

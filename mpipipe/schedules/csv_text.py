@@ -9,8 +9,7 @@ from pathlib import Path
 
 from mpipipe import files
 from mpipipe.errors import ConfigError, ScheduleError
-from mpipipe.schedules.action import Action, Order, place_of
-from mpipipe.schedules.action import cell as text_of
+from mpipipe.schedules.action import Action, Order
 from mpipipe.schedules.proof import check
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.text import counted
@@ -20,8 +19,6 @@ LISTED = 1 << 20  # actions; of so many `check` says which one is missing
 MOST_BYTES = 1 << 26  # size of a file: no schedule that can be proven has more
 SLICE = re.compile(r"\.([0-9]{1,99})")
 CELL = re.compile(r"([0-9]{1,99})([FBIWR])([0-9]{1,99})(?:\.([0-9]{1,99}))?")
-TRANSPORT = re.compile(r"[0-9]+(SEND_F|RECV_F|SEND_B|RECV_B)[0-9]*")
-SHARDING = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
 # a pair of actions that overlap, in one cell: `_Action.__repr__` in
 # torch/distributed/pipelining/schedules.py
 OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
@@ -41,7 +38,7 @@ def from_csv(text: str) -> Schedule:
     `check` says whether the schedule can run; a Pipeline and `simulate` call it. What is not in the
     table, `dataclasses.replace(schedule, trained_from=...)` and `with_skips` set. `Schedule.to_csv`
     and PyTorch's compute-only dump write such tables. ScheduleError is raised where a cell is no
-    action, a row is empty, a stage lies on two ranks, or a stage has no actions.
+    action, a stage lies on two ranks, or has no actions.
 
     Examples
     --------
@@ -51,23 +48,22 @@ def from_csv(text: str) -> Schedule:
     (2, 2)
     """
     slices = 1 + max(map(int, SLICE.findall(text)), default=0)
-    orders = tuple(_orders(text, slices))
+    orders = [*_orders(text, slices)]
+    # Empty rows at the end do not count.
+    while orders and not orders[-1]:
+        orders.pop()
     if not orders:
         raise ScheduleError(
             "the schedule is empty", expected="one row per rank, one cell like 2F0 per action"
         )
     microbatches = 1 + max(action.microbatch for order in orders for action in order) // slices
-    placement = _placement(orders, slices)
+    placement = _placement(orders)
     actions = sum(map(len, orders))
     # Refused before each of them takes memory.
     if (needed := len(placement) * microbatches * slices) > max(actions, LISTED):
-        slice = ""
-        if slices > 1:
-            slice = f", the highest slice {slices - 1}"
         raise ScheduleError(
             "most actions of the schedule are missing",
-            found=f"{counted(actions, 'action')}, the highest micro-batch is "
-            f"{microbatches - 1}{slice}",
+            found=f"{counted(actions, 'action')}, the highest micro-batch is {microbatches - 1}",
             expected=f"at least {needed}: an F of each micro-batch on each of "
             f"{counted(len(placement), 'stage')}",
             remedy="number the micro-batches from 0",
@@ -107,20 +103,8 @@ def from_file(path: str | Path) -> Schedule:
 def _orders(text: str, slices: int) -> Iterator[Order]:
     """Yield the order of each rank; of a text that is none only the beginning is looked at."""
     rows = csv.reader(text.splitlines(), skipinitialspace=True)
-    # Those at the end do not count.
-    blank: list[int] = []
     try:
         for rank, row in enumerate(rows):
-            if not "".join(row).strip():
-                blank.append(rank)
-                continue
-            if blank:
-                raise ScheduleError(
-                    f"row {blank[0] + 1} has no actions",
-                    rank=blank[0],
-                    expected="one row per rank, each with actions",
-                    remedy="remove the row, or give the rank its actions",
-                )
             yield tuple(_actions(rank, row, slices))
     except csv.Error as error:
         raise ScheduleError(f"row {rows.line_num}: {error}", expected=EXPECTED) from error
@@ -145,16 +129,10 @@ def _action(rank: int, column: int, cell: str, slices: int) -> Action:
         if part or slices == 1:
             return Action(int(stage), op, int(microbatch) * slices + int(part or 0))
     what = "not an action"
-    remedy = "correct the cell"
+    remedy = "correct the cell, or leave it out where it is no computation"
     if match:
         what = "no slice, which other cells have"
         remedy = f"write {cell}.0, or the slice that it is"
-    elif TRANSPORT.fullmatch(cell):
-        what = "sends and receives are not written down"
-        remedy = "leave it out: messages follow from the actions"
-    elif SHARDING.fullmatch(cell):
-        what = "parameters are not sharded by the schedule"
-        remedy = "leave it out"
     raise ScheduleError(
         f"row {rank + 1}, column {column}: {what}",
         rank=rank,
@@ -164,21 +142,17 @@ def _action(rank: int, column: int, cell: str, slices: int) -> Action:
     )
 
 
-def _placement(orders: Sequence[Order], slices: int) -> tuple[int, ...]:
-    """Find the rank of each stage from where its actions stand."""
+def _placement(orders: Sequence[Order]) -> tuple[int, ...]:
+    """Find the rank of each stage from where its first action stands."""
     home: dict[int, int] = {}
     for rank, order in enumerate(orders):
         for action in order:
             if home.setdefault(action.stage, rank) != rank:
                 raise ScheduleError(
-                    f"row {rank + 1}: {text_of(action, slices)} is on another rank than the "
-                    "stage's first action",
+                    f"row {rank + 1}: stage {action.stage} is on another rank than before",
                     rank=rank,
-                    stage=action.stage,
-                    **place_of(action.microbatch, slices),
-                    found=f"stage {action.stage} in rows {home[action.stage] + 1} and {rank + 1}",
+                    found=action,
                     expected="all actions of a stage in one row",
-                    remedy=f"move the actions of stage {action.stage} to one row",
                 )
     stages = len(home)
     if max(home) >= stages:

@@ -94,13 +94,8 @@ def by_name(
     if name not in (*ONE_STAGE, *TWO_STAGES):
         # PyTorch's classes are ScheduleGPipe, Schedule1F1B.
         word = str(name).lower().removeprefix("schedule")
-        meant = near(word, (*ONE_STAGE, *SEVERAL_STAGES, *TWO_STAGES), OTHER_NAMES)
-        calls = []
-        for known in (*ONE_STAGE, *TWO_STAGES):
-            calls.append(f"{known}(ranks, microbatches)")
-        for known in SEVERAL_STAGES:
-            calls.append(f"{known}(ranks, chunks, microbatches)")
-        expected = " or ".join(meant) or "one of " + ", ".join(calls)
+        known = (*ONE_STAGE, *SEVERAL_STAGES, *TWO_STAGES)
+        expected = " or ".join(near(word, known)) or f"one of {', '.join(known)}"
         raise ArgumentError("unknown schedule", found=f"name={name!r}", expected=expected)
     number = 1
     needed = "one stage"
@@ -209,30 +204,3 @@ def advise(
     best = min(fast, key=lambda timeline: max(timeline.peak_activations))
     peak = max(best.peak_activations)
     return Advice(microbatches, best.bubble_fraction, best.schedule.name, peak)
-
-
-# -- What papers and other libraries call the schedules, for errors --------------------------------
-
-
-OTHER_NAMES = {
-    "1f1b": "one_f_one_b",
-    "afab": "gpipe",
-    "bfs": "looped_bfs",
-    "breadth_first": "looped_bfs",
-    "dapple": "one_f_one_b",
-    "dualpipe": "dualpipe_v",
-    "interleaved": "interleaved_1f1b",
-    "interleaved_zb": "interleaved_zero_bubble",
-    "pipedream_flush": "one_f_one_b",
-    "virtual_pipeline": "interleaved_1f1b",
-    "zb": "zero_bubble_h1",
-    "zb1p": "zero_bubble_h1",
-    "zb2p": "zero_bubble_2p",
-    "zb_1p": "zero_bubble_h1",
-    "zb_2p": "zero_bubble_2p",
-    "zb_h1": "zero_bubble_h1",
-    "zb_v": "zero_bubble_v",
-    "zbh1": "zero_bubble_h1",
-    "zbv": "zero_bubble_v",
-    "zero_bubble": "zero_bubble_h1",
-}

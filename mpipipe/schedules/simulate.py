@@ -479,12 +479,6 @@ class Links:
             Entry l is the time between stages l-1 and l. Entry 0 is 0, and so is a hop between
             stages of one rank.
         """
-        if not isinstance(message_bytes, (int, float)) or not 0 <= message_bytes < math.inf:
-            raise ArgumentError(
-                "no length of a message",
-                found=f"message_bytes={message_bytes!r}",
-                expected="bytes >= 0",
-            )
         outside = self.latency + message_bytes / self.bandwidth
         inside = self.inside_latency + message_bytes / self.inside_bandwidth
         transfer = [0.0]

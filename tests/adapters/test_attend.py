@@ -268,7 +268,7 @@ def test_jax_refuses():
         return (attend(q, k, v) ** 2).sum()
 
     for again in (jax.hessian(total), jax.jit(jax.grad(lambda q: jax.grad(total)(q).sum()))):
-        with pytest.raises(ArgumentError, match="cannot be differentiated again"):
+        with pytest.raises(ValueError, match="do not support JVP"):
             again(q)
     with pytest.raises(ValueError, match="Cannot `vmap` ordered IO callback"):
         jax.vmap(attend)(q[None], k[None], v[None])

@@ -10,9 +10,16 @@ from mpipipe import arrays
 from mpipipe.bench.gpu import kernels, run, steps
 from mpipipe.bench.gpu.run import PARTS
 from mpipipe.bench.timing import Row
+from mpipipe.job import runtime
+from mpipipe.job.exit import Stop
 from mpipipe.language.models import GPT
 
 TINY = GPT(vocab=40, dim=16, layers=2, heads=2, seq_len=16, tied=True)
+
+
+@pytest.fixture
+def alone():
+    return runtime.mpi().COMM_SELF
 
 
 def checked(rows, count):
@@ -37,15 +44,15 @@ def test_each_kernel_that_memory_bounds_is_measured(gpu):
     assert {row.unit for row in rows} == {"GB/s"} and all(row.peer == "copy" for row in rows[1:])
 
 
-def test_the_executor_is_measured_against_its_own_kernels(gpu):
-    (rate,) = checked(steps.measure_executor(3, rows=8, width=16, microbatches=4), 1)
+def test_the_executor_is_measured_against_its_own_kernels(gpu, alone):
+    (rate,) = checked(steps.measure_executor(3, rows=8, width=16, microbatches=4, comm=alone), 1)
     assert rate.peer_value > 0 and "8 actions" in rate.what
 
 
 @pytest.mark.long
-def test_a_training_step_is_counted_in_tokens(gpu):
+def test_a_training_step_is_counted_in_tokens(gpu, alone):
     with arrays.own_stream():
-        rows = checked(steps.measure_step(1, model=TINY, rows=2, microbatches=2, peers=False), 5)
+        rows = checked(steps.measure_step(1, model=TINY, rows=2, microbatches=2, peers=False, comm=alone), 5)
     untied, tied, small, *others = rows
     assert {row.unit for row in rows} == {"tokens/s"}
     assert [plain.what for plain in others] == [
@@ -57,10 +64,10 @@ def test_a_training_step_is_counted_in_tokens(gpu):
     assert others[1].peer_value == small.value
 
 
-def test_a_step_that_runs_without_graphs_has_no_row_that_says_graphs(gpu):
+def test_a_step_that_runs_without_graphs_has_no_row_that_says_graphs(gpu, alone):
     """The null stream records nothing."""
     with arrays.cupy().cuda.Stream.null:
-        reason, *rows = steps.measure_step(1, model=TINY, rows=1, microbatches=2, peers=False)
+        reason, *rows = steps.measure_step(1, model=TINY, rows=1, microbatches=2, peers=False, comm=alone)
     assert len(rows) == 3 and not any("graphs" in row.what for row in rows)
     assert reason.startswith("CUDA graphs are not measured: ") and "null" in reason
 
@@ -95,10 +102,10 @@ def test_rows_are_written_as_they_come_and_sizes_may_be_small(gpu, comm, monkeyp
 
     monkeypatch.setattr(run, "PARTS", {"first": run.GpuPart(watched, dict(repeats=3))})
     with pytest.raises(KeyboardInterrupt):
-        run.run([], None, path, True, quick=True)
+        run.run([], None, path, True, True, comm)
     facts, printed = json.loads(path.read_text()), capsys.readouterr().out.split("end of part")[0]
     assert seen == [None, ["one"]] and [row["what"] for row in facts["rows"]] == ["one", "two"]
-    assert facts["rows"][0]["value"] == 3 and facts["quick"] and facts["mpi"]
+    assert facts["rows"][0]["value"] == 3 and facts["quick"]
     assert "one: 3 GB/s; copy 10, ratio 0.300 (near 1)" in printed and "two: 3 GB/s" in printed
 
 
@@ -107,9 +114,8 @@ def test_a_part_that_fails_is_named_and_the_others_are_reported(gpu, comm, monke
         pytest.skip("for one rank")
     parts = {"good": part_of("first", "second"), "bad": part_of(), "last": part_of("third")}
     monkeypatch.setattr(run, "PARTS", parts)
-    with pytest.raises(SystemExit) as left:
-        run.run([], 5, tmp_path / "bench.json", True)
-    assert left.value.code == 1
+    monkeypatch.setattr(run.processor, "prepare_process", lambda: None)
+    assert run.gpu(5, json=tmp_path / "bench.json") == 1
     facts, printed = json.loads((tmp_path / "bench.json").read_text()), capsys.readouterr().out
     assert [row["what"] for row in facts["rows"]] == ["first", "second", "third"]
     assert facts["rows"][0]["ratio"] == 0.5 and facts["versions"]["numpy"] and len(facts["gpus"]) >= 1
@@ -117,8 +123,10 @@ def test_a_part_that_fails_is_named_and_the_others_are_reported(gpu, comm, monke
     assert all(word in printed for word in ("first", "third", "0.500", "near 1", "bad failed: RuntimeError"))
 
 
-def test_what_it_cannot_measure_is_refused():
-    with pytest.raises(run.ArgumentError, match="2 ranks"):
-        run._check([], 2)
+def test_what_it_cannot_measure_is_refused(comm, monkeypatch):
     with pytest.raises(run.ArgumentError, match="no part"):
-        run._check(["speed"], 1)
+        run.run(["speed"], None, None, True, False, comm)
+    monkeypatch.setattr(run.processor, "prepare_process", lambda: None)
+    monkeypatch.setenv("PMI_SIZE", "2")
+    with pytest.raises(Stop, match="2 ranks"):
+        run.gpu()

@@ -45,14 +45,14 @@ def test_what_was_written_is_read_back(schedule):
     "case",
     [
         ("", "the schedule is empty"),
-        ("0F0,0B0\n\n1F0,1B0\n", "row 2 has no actions"),
+        ("0F0,0B0\n\n1F0,1B0\n", "rank 1: a rank has no stage"),
         ("0F0,0B0\n1F0,1X0\n", "row 2, column 2: not an action"),
         ("0F0,0b0\n", "row 1, column 2: not an action"),
         ("0F0,,0B0 0F1\n", "row 1, column 3: not an action"),
-        ("0F0,0SEND_F0\n", "row 1, column 2: sends and receives"),
-        ("0UNSHARD,0F0\n", "row 1, column 1: parameters are not sharded"),
-        ("0F0,(0F1;0SEND_F0)OVERLAP_F_B\n", "row 1, column 2: sends and receives"),
-        ("0F0,1B0\n1F0,0B0\n", "row 2: 1F0 is on another rank"),
+        ("0F0,0SEND_F0\n", "row 1, column 2: not an action", "no computation"),
+        ("0UNSHARD,0F0\n", "row 1, column 1: not an action"),
+        ("0F0,(0F1;0SEND_F0)OVERLAP_F_B\n", "row 1, column 2: not an action"),
+        ("0F0,1B0\n1F0,0B0\n", "row 2: stage 1 is on another rank"),
         ("0F0,0B0\n2F0,2B0\n", "stage 1 has no actions"),
         ("99999999999999999999F0\n", "stage 0 has no actions"),
         ("0F0.0,0F0.1,0B0.1,0B0", "row 1, column 4: no slice", "write 0B0.0"),
@@ -60,13 +60,13 @@ def test_what_was_written_is_read_back(schedule):
         ("0F0.,0B0.1", "row 1, column 1: not an action", "[.<slice>]"),
         ("0F0.0.0", "row 1, column 1: not an action", "[.<slice>]"),
         ("0F0.-1", "row 1, column 1: not an action", "[.<slice>]"),
-        ("0F0.1,1B0.0\n1F0.0,0B0.0", "row 2: 1F0.0 is on another rank", "in one row"),
+        ("0F0.1,1B0.0\n1F0.0,0B0.0", "row 2: stage 1 is on another rank", "in one row"),
         ("0F0.99999999999999999999", "most actions of the schedule are missing", "at least 100000000000000000000"),
     ],
 )
 def test_a_bad_table_is_refused_with_row_and_column(case):
     text, *words = case
     with pytest.raises(ScheduleError) as refusal:
-        from_csv(text)
+        check(from_csv(text))
     assert all(word in str(refusal.value) for word in words)
     assert refusal.value.expected

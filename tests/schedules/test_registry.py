@@ -6,7 +6,6 @@ from support.tolerance import close
 
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import Advice, Costs, advise, by_name, registry, simulate
-from mpipipe.schedules.registry import OTHER_NAMES
 
 
 @pytest.mark.parametrize("ranks, chunks", [(1, 1), (2, 1), (8, 1), (8, 2), (4, 3)])
@@ -37,15 +36,14 @@ def test_no_schedule_is_faster_than_the_advised_one_nor_as_fast_in_less_memory(r
     assert advise(4, 1, 8) == Advice(8, 1 / 9, "zero_bubble_h1", 4)  # ZB-H1 of equal times: (P-1) / (3M + P-1)
 
 
-def test_an_unknown_name_is_refused_with_what_may_have_been_meant_or_with_all_names_and_arguments():
-    for name, meant in (("1F1B", "one_f_one_b"), ("zb-h1", "zero_bubble_h1"), ("gpip", "gpipe")):
+def test_an_unknown_name_is_refused_with_what_may_have_been_meant_or_with_all_names():
+    for name, meant in (("One-F-One-B", "one_f_one_b"), ("ScheduleGPipe", "gpipe"), ("gpip", "gpipe")):
         with pytest.raises(ArgumentError, match="unknown schedule") as refusal:
             by_name(name, ranks=2, microbatches=4)
         assert refusal.value.expected == meant
     with pytest.raises(ArgumentError) as refusal:
         by_name("any", ranks=2, microbatches=4)
-    assert all(f"{name}(ranks" in str(refusal.value) for name in NAMES)
-    assert set(OTHER_NAMES.values()) <= {*registry.ONE_STAGE, *registry.TWO_STAGES, *registry.SEVERAL_STAGES}
+    assert all(name in str(refusal.value) for name in NAMES)
 
 
 def test_one_name_of_1f1b_is_as_good_as_the_other_and_a_v_has_two_stages_on_a_rank_by_itself():

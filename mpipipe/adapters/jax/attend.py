@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
@@ -42,33 +42,16 @@ def attend_function(attend: Local | Ring) -> Callable[[JaxArray, JaxArray, JaxAr
     def attention(q: JaxArray, k: JaxArray, v: JaxArray) -> JaxArray:
         return attended(q, k, v)[0]
 
-    @differentiable_once
     def forward(*qkv: JaxArray) -> tuple[JaxArray, JaxArray]:
         out, *saved = attended(*qkv)
         return out, (*qkv, out, *saved)
 
-    @differentiable_once
     def backward(saved: JaxArray, dout: JaxArray) -> JaxArray:
         like = jax.eval_shape(tuple, saved[:3])
         return io_callback(host.backward, like, dout, *saved, ordered=True)
 
     attention.defvjp(forward, backward)
     return attention
-
-
-def differentiable_once(rule: Callable[..., object]) -> Callable[..., Any]:
-    """Return a rule for first derivatives that refuses to be differentiated itself."""
-    once = jax.custom_jvp(rule)
-
-    @once.defjvp
-    def refuse(_primals: object, _tangents: object) -> NoReturn:
-        raise ArgumentError(
-            "the gradient of attention cannot be differentiated again",
-            expected="first derivatives alone",
-            remedy="jax.nn.dot_product_attention on one rank has second derivatives",
-        )
-
-    return once
 
 
 def make_room_for_calls_back() -> None:

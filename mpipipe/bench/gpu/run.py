@@ -5,25 +5,22 @@ Each row is printed and written as soon as it is measured, so a run that is ende
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, NoReturn
+from typing import Annotated, Any, NamedTuple
 
 from mpipipe import arrays, files, processor
 from mpipipe.bench.gpu import kernels, steps
-from mpipipe.bench.timing import Row, on_ranks
+from mpipipe.bench.timing import Row
 from mpipipe.cli import refusing
 from mpipipe.comm import select_device
 from mpipipe.environment import versions
-from mpipipe.errors import ArgumentError, BackendError
-from mpipipe.job import Communicator, inprocess, runtime, settings
+from mpipipe.errors import ArgumentError
+from mpipipe.job import Communicator, inprocess
 from mpipipe.options import Option
-from mpipipe.text import counted
 
 
 class GpuPart(NamedTuple):
@@ -55,17 +52,10 @@ def gpu(
     quick: Annotated[bool, Option("smallest meaningful sizes")] = False,
 ) -> int:
     """Kernels, executor and a GPT's step on a GPU, on one rank (python -m mpipipe bench gpu)."""
-    measure = partial(run, part or [], repeats, json, peers, quick)
-    try:
-        runtime.mpi()
-    except BackendError as error:
-        if not settings.launcher_size(os.environ):
-            print(f"mpipipe: on one rank without MPI: {error}", file=sys.stderr)
-            processor.prepare_process()
-            with refusing():
-                inprocess.run(1, measure)
-            return 0
-    return on_ranks(measure)()
+    processor.prepare_process()
+    with refusing("bench gpu"):
+        measure = partial(run, part or [], repeats, json, peers, quick)
+        return inprocess.run(1, measure)[0]
 
 
 def run(
@@ -73,23 +63,22 @@ def run(
     repeats: int | None,
     path: Path | None,
     peers: bool,
-    quick: bool = False,
-    comm: Communicator | None = None,
-) -> NoReturn:
-    """Measure, print a line for each row, and write JSON; exit with 1 if a part failed.
+    quick: bool,
+    comm: Communicator,
+) -> int:
+    """Measure, print a line for each row, and write JSON; return 1 if a part failed, else 0.
 
-    No `parts` are all of them. Without `comm` it is COMM_WORLD, which has one rank.
+    No `parts` are all of them. `comm` has one rank.
     """
-    with_mpi = comm is None
-    comm = runtime.resolve(comm)
-    _check(parts, comm.size)
+    for name in parts:
+        if name not in PARTS:
+            raise ArgumentError("no part of bench gpu", found=name, expected=", ".join(PARTS))
     select_device("cuda", comm)
     rows: list[Row] = []
     failed: list[str] = []
     facts: dict[str, object] = {
         "gpus": arrays.describe_gpus(),
         "versions": versions(),
-        "mpi": with_mpi,
         "quick": quick,
     }
 
@@ -121,12 +110,4 @@ def run(
                     publish(row)
             except Exception as error:
                 publish(f"{name} failed: {type(error).__name__}: {error}")
-    sys.exit(min(1, len(failed)))
-
-
-def _check(names: Sequence[str], ranks: int) -> None:
-    if ranks > 1:
-        raise ArgumentError("bench gpu", found=counted(ranks, "rank"), expected="1 rank")
-    for name in names:
-        if name not in PARTS:
-            raise ArgumentError("no part of bench gpu", found=name, expected=", ".join(PARTS))
+    return min(1, len(failed))

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
+from math import gcd
 from statistics import median
 from time import perf_counter
 from unittest.mock import patch
@@ -15,7 +16,7 @@ import numpy as np
 from mpipipe import Pipeline, arrays, nn, optim, schedules
 from mpipipe.attention import Local
 from mpipipe.bench.timing import Row, normal, seconds
-from mpipipe.job import Communicator, runtime, settings
+from mpipipe.job import Communicator, settings
 from mpipipe.language.models import GPT
 from mpipipe.pipeline import StageGraphs
 
@@ -30,7 +31,8 @@ def measure_executor(
     width: int = 8192,
     microbatches: int = 16,
     dtype: str = "bfloat16",
-    comm: Communicator | None = None,
+    *,
+    comm: Communicator,
 ) -> Iterator[Row]:
     """Yield the rate of steps, next to the bare loop. `comm` has one rank."""
     stage = nn.Stage([nn.Linear(width, width)], dtype=dtype, device="cuda")
@@ -44,7 +46,6 @@ def measure_executor(
             stage.backward(nn.mean_squared_error(y, target, 1 / microbatches)[1], saved)
 
     spans: list[float] = []
-    comm = runtime.mpi().COMM_SELF if comm is None else comm
     with (
         patch.dict(os.environ, {settings.GRAPHS.name: "0"}),
         Pipeline([stage], schedule, comm, loss=nn.mean_squared_error) as pipeline,
@@ -93,7 +94,8 @@ def measure_step(
     microbatches: int = 1,
     dtype: str = "bfloat16",
     peers: bool = True,
-    comm: Communicator | None = None,
+    *,
+    comm: Communicator,
 ) -> Iterator[Row | str]:
     """Yield tokens per second of several kinds of steps, next to each peer.
 
@@ -125,9 +127,7 @@ def measure_step(
             row = replace(row, peer="untied", peer_value=rates[False], goal="at least 0.97")
         yield row
     ours = rates[model.tied]
-    short = model.seq_len
-    if short % SMALL_TOKENS == 0:
-        short = SMALL_TOKENS
+    short = gcd(model.seq_len, SMALL_TOKENS)
     pieces = tokens.reshape(2, -1, short)
     small = f"{pieces.shape[1]} x 1 x {short} tokens"
     in_pieces = rate(model, pieces, pieces.shape[1], graphs)
@@ -168,12 +168,11 @@ def _step_seconds(
     tokens: np.ndarray,
     microbatches: int,
     dtype: str,
-    comm: Communicator | None,
+    comm: Communicator,
     graphs: bool,
 ) -> float:
     """Return the median seconds of a step; NoGraphsError if `graphs` were not recorded."""
     stage = nn.Stage(model.build(Local(causal=True)), dtype=dtype, device="cuda")
-    comm = runtime.mpi().COMM_SELF if comm is None else comm
     inputs, targets = tokens
     schedule = schedules.gpipe(1, microbatches)
     with (
@@ -182,7 +181,7 @@ def _step_seconds(
     ):
         stage.optimizer_writes_compute()
         optimizer = optim.AdamW([stage], LR)
-        scaler = optim.LossScaler() if dtype == "float16" else optim.LossScaler(1.0, dynamic=False)
+        scaler = optim.LossScaler(1.0, dynamic=False)
 
         def step() -> None:
             pipeline.step(inputs, targets, scale=scaler.scale)
