@@ -40,11 +40,6 @@ PREFIXES = (
     "GLIBC_TUNABLES", "CUDA_", "NVIDIA_TF32_OVERRIDE", "ROCR_", "HIP_VISIBLE_DEVICES", "NCCL_",
     "UCX_", "FI_", "MPICH_", "OMPI_MCA_",
 )  # fmt: skip
-# what the launcher of Open MPI, and threadpoolctl, set themselves
-NO_CHOICE = (
-    "OMPI_MCA_PREFIXES", "OMPI_MCA_cpu_type", "OMPI_MCA_initial_wdir", "OMPI_MCA_num_procs",
-    "KMP_DUPLICATE_LIB_OK",
-)  # fmt: skip
 JOB = (
     "SLURM_JOB_ID",
     "SLURM_STEP_ID",
@@ -107,7 +102,7 @@ def gather(comm: Communicator | None = None, gpus: bool = True) -> Values | None
         "mpipipe": packages.pop("mpipipe"),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": [sys.executable, *sys.orig_argv[1:]],
-        "folder": _folder(),
+        "folder": os.getcwd(),
         "git": git_commit(),
         "python": {"version": packages.pop("python"), "executable": sys.executable},
         "packages": packages,
@@ -187,7 +182,7 @@ def _variables() -> dict[str, str]:
     """Return the variables of this process that change a run."""
     variables = {}
     for name, value in sorted(os.environ.items()):
-        if name.startswith(PREFIXES) and name not in NO_CHOICE:
+        if name.startswith(PREFIXES):
             variables[name] = value
     return variables
 
@@ -216,10 +211,3 @@ def _hosts(everyone: Sequence[Values]) -> list[Values]:
         host = groups.setdefault(place["host"]["host"], {**place["host"], "ranks": []})
         host["ranks"].append(rank)
     return [{**host, "ranks": cores_text(host["ranks"])} for host in groups.values()]
-
-
-def _folder() -> str | None:
-    try:
-        return os.getcwd()
-    except OSError:  # it is gone
-        return None

@@ -202,12 +202,6 @@ def whole_file(path: Path, before_naming: Callable[[], object] | None = None) ->
         raise
 
 
-def begin_writing(file: BinaryIO, start: int, count: int) -> None:
-    """Let the system begin to write bytes of a file before its `fsync`, where it can."""
-    with suppress(AttributeError, OSError):  # the first: a system without it
-        os.posix_fadvise(file.fileno(), start, count, os.POSIX_FADV_DONTNEED)
-
-
 def show(stream: TextIO, text: str) -> None:
     """Write a text, in which what cannot be encoded is escaped, and flush it."""
     encoding = getattr(stream, "encoding", None) or "utf-8"

@@ -13,8 +13,6 @@ cost                  bytes on the wire, and when computation hides the transfer
 `kernels` has a face of its own.
 """
 
-from __future__ import annotations
-
 from mpipipe.attention.cache import KVCache
 from mpipipe.attention.cost import slice_lengths
 from mpipipe.attention.layout import Layout

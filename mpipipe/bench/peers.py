@@ -17,13 +17,14 @@ from typing import Annotated
 
 import numpy as np
 
-from mpipipe import Pipeline, adapters, processor, schedules
+from mpipipe import Pipeline, adapters, attention, nn, processor, schedules
 from mpipipe.arrays import array_of
 from mpipipe.bench.timing import Repeats, compare, on_ranks, report
 from mpipipe.errors import BackendError
-from mpipipe.job import Communicator, group_of, runtime
+from mpipipe.job import Communicator, group_of, inprocess, runtime
 from mpipipe.language.models import GPT
 from mpipipe.options import Option
+from mpipipe.planning import peak, resident
 from mpipipe.text import how_to_install
 
 try:
@@ -63,6 +64,7 @@ def peers(
     model = GPT(dim=dim, layers=layers, heads=heads, seq_len=seq_len)
     with _gloo(comm):
         _same_modules(comm, model, microbatches, rows, repeats)
+    _memory(comm, model, rows)
 
 
 @contextmanager
@@ -177,3 +179,35 @@ def _llama_blocks(model: GPT, start: int, stop: int) -> torch.nn.Module:
             return x
 
     return Blocks()
+
+
+def _memory(comm: Communicator, model: GPT, rows: int) -> None:
+    """Compare the peak of resident memory of a step of a GPT on one rank."""
+    from mpipipe.bench.torch_gpt import micro_batch
+
+    tokens, targets = np.random.default_rng(0).integers(
+        0, model.vocab, size=(2, rows, model.seq_len)
+    )
+
+    def ours(alone: Communicator) -> None:
+        stages = [nn.Stage(model.build(attention.Local(causal=True)))]
+        with Pipeline(
+            stages, schedules.gpipe(1, 1), alone, loss=nn.softmax_cross_entropy, input_grads=False
+        ) as pipeline:
+            pipeline.step(tokens, targets)
+
+    def theirs() -> None:
+        micro_batch(model, tokens, targets)()
+
+    peaks = []
+    for work in (lambda: inprocess.run(1, ours), theirs):
+        before = resident()
+        work()
+        peaks.append((peak() - before) / 2**20)
+    report(
+        comm,
+        f"memory of a step of {rows} x {model.seq_len} tokens, {model.parameters:,} parameters",
+        f"{peaks[0]:.0f} MiB, PyTorch {peaks[1]:.0f} MiB",
+        peaks[0] / peaks[1],
+        "at most 0.45",
+    )

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import numpy as np
 
-from mpipipe import Pipeline, nn, schedules
+from mpipipe import Pipeline, adapters, nn, schedules
 from mpipipe.bench.timing import Call, Repeats, compare, on_ranks, report
 from mpipipe.comm import Envelope, Mailbox, Transport
 from mpipipe.errors import ArgumentError
 from mpipipe.job import Communicator, MpiCommunicator, runtime
 from mpipipe.text import counted
+
+try:
+    import torch
+except ImportError:  # then one row is left out
+    torch = None
 
 # -- `bench pipeline`: what the machinery costs, on stages so small that nothing else counts -------
 #
@@ -36,27 +38,86 @@ def pipeline(repeats: Repeats = 100) -> None:
         stages = []
         for number in schedule.stages_of(comm.rank):
             stages.append(nn.Stage([nn.Linear(WIDTH, WIDTH)], first=number))
-        inputs = targets = None
-        if schedule.placement[0] == comm.rank:
-            inputs = _batch()
-        if schedule.placement[-1] == comm.rank:
-            targets = _batch()
         with Pipeline(stages, schedule, comm, loss=nn.mean_squared_error) as pipeline:
-            step = partial(pipeline.step, inputs, targets)
-            ours, by_hand = compare(comm, [step, _hand_written(comm, schedule)], repeats)
-        scale = 1e6 / MICROBATCHES
-        report(
-            comm,
-            f"pipeline {schedule.name} x {schedule.chunks}",
-            f"{ours * scale:.1f} us, by hand {by_hand * scale:.1f} us per micro-batch",
-            ours / by_hand,
-            "at most 3",
-        )
+            hand = _hand_written(comm, schedule)
+            _compare(comm, repeats, f"{schedule.name} x {schedule.chunks}", pipeline, hand, 3)
+    if torch is not None:
+        _torch_stage(comm, repeats)
 
 
 def _batch() -> np.ndarray:
     shape = (ROWS * MICROBATCHES, WIDTH)
     return np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+
+
+def _compare(
+    comm: Communicator, repeats: int, what: str, pipeline: Pipeline, hand: Call, goal: float
+) -> None:
+    """Report a step of a pipeline, without an optimizer, next to one by hand."""
+    batch = _batch()
+    placement = pipeline.schedule.placement
+    inputs = targets = None
+    if placement[0] == comm.rank:
+        inputs = batch
+    if placement[-1] == comm.rank:
+        targets = batch
+    ours, by_hand = compare(comm, [lambda: pipeline.step(inputs, targets), hand], repeats)
+    scale = 1e6 / MICROBATCHES
+    report(
+        comm,
+        f"pipeline {what}",
+        f"{ours * scale:.1f} us, by hand {by_hand * scale:.1f} us per micro-batch",
+        ours / by_hand,
+        f"at most {goal}",
+    )
+
+
+def _torch_stage(comm: MpiCommunicator, repeats: int) -> None:
+    """Compare stages of one module of PyTorch with hand-written messages and autograd."""
+    schedule = schedules.one_f_one_b(2, MICROBATCHES)
+    torch.set_num_threads(1)
+    stage = adapters.torch_stage(torch.nn.Linear(WIDTH, WIDTH))
+    loss = adapters.torch_loss(torch.nn.functional.mse_loss)
+    with Pipeline([stage], schedule, comm, loss=loss) as pipeline:
+        hand = _hand_written_torch(comm, schedule, torch.nn.Linear(WIDTH, WIDTH))
+        _compare(comm, repeats, "of torch_stage", pipeline, hand, 1.6)
+
+
+def _hand_written_torch(
+    comm: MpiCommunicator, schedule: schedules.Schedule, module: torch.nn.Module
+) -> Call:
+    """Return the actions of 1F1B on two ranks with a bare module, autograd and mpi4py."""
+    parts = [*map(torch.from_numpy, np.split(_batch(), MICROBATCHES))]
+    activations, gradients = np.empty((2, MICROBATCHES, ROWS, WIDTH), np.float32)
+
+    def step() -> None:
+        forward = {}
+        sends = []
+        for parameter in module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for _, op, m in schedule.orders[comm.rank]:
+            if op == "F" and comm.rank == 0:
+                y = forward[m] = module(parts[m])
+                sent = y.detach().numpy()
+                sends.append((comm.Isend(sent, 1, m), sent))
+            elif op == "F":
+                comm.Recv(activations[m], 0, m)
+                x = torch.from_numpy(activations[m]).requires_grad_()
+                loss = torch.nn.functional.mse_loss(module(x), parts[m]) / MICROBATCHES
+                loss.item()
+                forward[m] = x, loss
+            elif comm.rank == 0:
+                comm.Recv(gradients[m], 1, MICROBATCHES + m)
+                forward.pop(m).backward(torch.from_numpy(gradients[m]))
+            else:
+                x, loss = forward.pop(m)
+                loss.backward()
+                sent = x.grad.numpy()
+                sends.append((comm.Isend(sent, 0, MICROBATCHES + m), sent))
+        for request, _ in sends:
+            request.Wait()
+
+    return step
 
 
 def _two_ranks(name: str) -> MpiCommunicator:
@@ -84,7 +145,7 @@ def _hand_written(comm: MpiCommunicator, schedule: schedules.Schedule) -> Call:
         actions.append((op == "F", stage // 2, m, stage == 0, stage == last, tag))
 
     def step() -> None:
-        sends: list[tuple[Any, np.ndarray]] = []
+        sends = []
         loss_gradients: dict[int, np.ndarray] = {}
         arrived: dict[tuple[int, int], np.ndarray] = {}
         for gradient in (*dweights, dbiases):

@@ -35,7 +35,6 @@ NUMBERS = AdamWNumbers(0.9, 0.99, 1e-8, 1e-3, 0.1, 0.01, 0.999)
 @on_ranks
 def run(
     repeats: Repeats = 5,
-    threads: Annotated[int | None, Option("default: all cores of the rank", least=1)] = None,
     dim: int = 512,
     layers: int = 4,
     heads: int = 8,
@@ -47,7 +46,7 @@ def run(
     comm = runtime.world()
     if comm.size > 1:
         raise ArgumentError("bench threads", found=counted(comm.size, "rank"), expected="1 rank")
-    most = threads or share_of_cores()
+    most = share_of_cores()
     model = GPT(dim=dim, layers=layers, heads=heads, seq_len=seq_len)
     gain = partial(_gain, comm, repeats, most)
     _kernels(gain, megabytes)

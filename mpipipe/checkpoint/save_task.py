@@ -137,7 +137,7 @@ class SaveTask:
         self._doing = "writes the manifest"
         if self.beforehand is not None:
             self.beforehand()
-        if self._given_up:  # else the manifest would come after its file was removed
+        if self._given_up:  # the manifest would come after its file was removed otherwise
             raise GivenUp
         with folders.explained(folder):
             sync_folder(folder.parent)

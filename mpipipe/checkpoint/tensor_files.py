@@ -144,7 +144,6 @@ def write_tensors(
     # Planned arrays are made one at a time.
     made = (item.make() if isinstance(item, Planned) else item for item in content.values())
     sums = [0] * len(content)
-    position = len(header)
     with files.whole_file(path, before_naming) as file:
         file.write(header)
         for number, piece in arrays.host_pieces(made, PIECE_BYTES):
@@ -152,8 +151,6 @@ def write_tensors(
                 listener.about_to_read(piece.nbytes)
             sums[number] = crc32(piece.data, sums[number])
             file.write(piece.data)
-            files.begin_writing(file, position, piece.nbytes)
-            position += piece.nbytes
         if listener is not None:
             listener.has_read()
     entries = {}
@@ -162,7 +159,7 @@ def write_tensors(
         entry = TensorEntry(DTYPES[item.dtype.name], tuple(item.shape), start, f"{total:08x}")
         entries[name] = entry
         start += entry.nbytes
-    return Content(position, len(header), f"{crc32(header):08x}", entries)
+    return Content(start, len(header), f"{crc32(header):08x}", entries)
 
 
 class TensorFile:

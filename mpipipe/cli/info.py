@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import Annotated
 
-from mpipipe import __version__, arrays, environment, nn, processor
+from mpipipe import __version__, arrays, environment, nn
 from mpipipe.attention import kernels
 from mpipipe.cli.output import show
 from mpipipe.comm import describe, mesh
@@ -35,8 +35,6 @@ REMEDY = (
     "MPIPIPE_THREADS"
 )
 REPORT = "Send these lines, the command, the whole error, and config.toml of the run."
-# OpenBLAS's names for its AVX2 kernels.
-NARROW_KERNELS = ("Haswell", "Zen")
 
 
 def info(
@@ -179,15 +177,9 @@ def _blas() -> str:
     import numpy  # noqa: F401  (what it loads is looked for)
 
     texts = []
-    narrow = False
     for pool in environment.blas():
         threads = counted(pool["threads"], "thread")
         texts.append(f"{pool['library']} {pool['version']} ({pool['kernels']}), {threads}")
-        narrow = narrow or pool["kernels"] in NARROW_KERNELS
-    if narrow and "avx512f" in processor.features():
-        texts.append(
-            "this processor has AVX-512: try OPENBLAS_CORETYPE=SkylakeX, set before Python starts"
-        )
     return ", ".join(texts)
 
 

@@ -12,8 +12,6 @@ Other rooms import the names below from here. A file is imported when one of its
 (faces.py).
 """
 
-from __future__ import annotations
-
 from mpipipe.faces import lazy_face
 
 TYPE_CHECKING = False

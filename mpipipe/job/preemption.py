@@ -241,9 +241,7 @@ END_TIME = "SLURM_JOB_END_TIME"
 SHARE = 0.02
 LEAST_MARGIN = 2.0
 MOST_MARGIN = 60.0
-FORM = re.compile(
-    r"(?:(?P<days>\d+)-)?(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+(?:\.\d*)?)", re.ASCII
-)
+FORM = re.compile(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+(?:\.\d*)?)", re.ASCII)
 
 
 def parse_duration(text: str | float) -> float:
@@ -254,14 +252,14 @@ def parse_duration(text: str | float) -> float:
         if 0 <= seconds < float("inf"):
             return seconds
     parts = FORM.fullmatch(words)
-    if parts is None or (parts["days"] and not parts["hours"]):
+    if parts is None:
         raise ArgumentError(
             "no length of time",
             found=repr(text),
             expected="seconds, MM:SS, HH:MM:SS or D-HH:MM:SS; 0 for no limit",
         )
-    minutes = 60 * (24 * int(parts["days"] or 0) + int(parts["hours"] or 0)) + int(parts["minutes"])
-    return 60 * minutes + float(parts["seconds"])
+    days, hours, minutes, seconds = map(float, parts.groups("0"))
+    return 60 * (60 * (24 * days + hours) + minutes) + seconds
 
 
 class TimeLimit:

@@ -17,8 +17,6 @@ random        random numbers that depend on what they are for alone
 What does not fit what a docstring here says of it raises ArgumentError.
 """
 
-from __future__ import annotations
-
 from mpipipe.nn.checks import check_slice_count
 from mpipipe.nn.gradient_check import check_gradients
 from mpipipe.nn.kernels.cuda.optimizer import clip_factor, rescale

@@ -6,8 +6,6 @@ norm         the global norm of gradients: gathered by MPI, or on one GPU
 step         clipping, the scale of the loss, and steps with a norm and a scale
 """
 
-from __future__ import annotations
-
 from mpipipe.optim.norm import NormOfStep
 from mpipipe.optim.optimizers import (
     SGD,

@@ -148,11 +148,6 @@ class LossScaler:
         self.good = self.skipped = 0
         self.unread: list[NormOfStep] = []  # norms that are still on the GPU
 
-    @property
-    def can_shrink(self) -> bool:
-        """Whether a smaller scale is allowed."""
-        return self.dynamic and self.scale > SMALLEST
-
     def read_norms(self, wait: bool) -> None:
         """Read the norms that earlier steps have left on the GPU: all, or those that are ready."""
         while self.unread and (wait or self.unread[0].is_here()):
@@ -236,7 +231,8 @@ def scaled_step(
         measured = begun.result()
     else:
         measured = norm.measure(scale)
-    if measured.bad is not None and not scaler.can_shrink:
+    can_shrink = scaler.dynamic and scale > SMALLEST
+    if measured.bad is not None and not can_shrink:
         measured.bad.refuse(norm.comm)
     scaler.update(measured.bad is None)
     if measured.bad is not None:

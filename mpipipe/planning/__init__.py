@@ -2,7 +2,7 @@
 
 from mpipipe.planning.find import PlanReport, find_plan, in_words, shown_seconds, table
 from mpipipe.planning.layer_plan import Cut, CutStage, LayerPlan, cut, name_ends
-from mpipipe.planning.memory import check_memory
+from mpipipe.planning.memory import check_memory, peak, resident
 from mpipipe.planning.network import (
     NOTABLE,
     ORDERS,

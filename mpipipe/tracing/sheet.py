@@ -67,9 +67,7 @@ TITLE = 10.5
 TEXT = 9.0
 SMALL = 8.0
 LINE = 16.0  # distance of two lines of text
-# points; most shades that a swatch shows
-SWATCH = 10.0
-SHADES = 8
+SWATCH = 10.0  # points
 DOTS = 160  # dots of a PNG per inch
 FORMATS = {".png": "png", ".svg": "svg"}
 SETTINGS = {
@@ -118,32 +116,24 @@ class Sheet:
         """Return the width of a text in points."""
         return float(text.get_window_extent().width) * 72 / self.figure.dpi
 
-    def key(
-        self, top: float, looks: Sequence[Look], chunks: int = 1, notes: Sequence[str] = ()
-    ) -> float:
-        """Write what the colours mean, and return where it ends.
-
-        A look has a swatch in the shade of each chunk.
-        """
+    def key(self, top: float, looks: Sequence[Look], notes: Sequence[str]) -> float:
+        """Write what the colours mean, and return where it ends."""
         from matplotlib.patches import Rectangle
 
-        shades = min(chunks, SHADES)
         x = MARGIN
         y = top + LINE / 2
         for look in (*looks, *(Look(note, "") for note in notes)):
             swatch = 0.0
             if look.colour:
-                swatch = SWATCH + 6 * (shades - 1) + 4
+                swatch = SWATCH + 4
             text = self.text(0, y, look.words)
             width = swatch + self.width_of(text)
             if x + width > WIDTH - MARGIN and x > MARGIN:
                 x = MARGIN
                 y = y + LINE
             text.set_position((x + swatch, y))
-            for part in range(shades if look.colour else 0):
-                step = (swatch - 4) / shades
-                fill = shade(look.colour, part, shades)
-                box = Rectangle((x + part * step, y - SWATCH / 2), step, SWATCH, facecolor=fill)
+            if look.colour:
+                box = Rectangle((x, y - SWATCH / 2), SWATCH, SWATCH, facecolor=look.colour)
                 box.set(edgecolor=INK, linewidth=0.5)
                 self.ink.add_patch(box)
             x += width + 14
@@ -170,8 +160,6 @@ def draw(
         metadata: dict[str, str | None] = {"Title": sheet.name}
         if kind == "svg":
             metadata |= {"Date": None, "Creator": "mpipipe"}
-        else:
-            metadata["Software"] = "mpipipe"
         sheet.figure.savefig(content, format=kind, dpi=DOTS, metadata=metadata)
     target = Path(path)
     with files.writing(

@@ -66,7 +66,7 @@ def _sheet(timeline: Timeline) -> paper.Sheet:
     for op, look in paper.OPS.items():
         if op in ops:
             looks.append(look)
-    top = sheet.key(TOP, looks, schedule.chunks, notes) + 4
+    top = sheet.key(TOP, looks, notes) + 4
     _fill(*paper.add_rows(sheet, top, timeline, ROW), timeline)
     return sheet
 

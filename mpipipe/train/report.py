@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO, TypeAlias
 
@@ -271,9 +272,15 @@ class Reporter:
         gone = time.monotonic() - self.start
         made = step - (self.done or 0)
         left = self.steps - step
+        text = _shown(gone)
         if made and left:
-            return f"{duration(gone)}, {duration(left * gone / made)} left"
-        return duration(gone)
+            text += f", {_shown(left * gone / made)} left"
+        return text
+
+
+def _shown(seconds: float) -> str:
+    """Write a time in whole seconds, such as "0:01:26"."""
+    return str(timedelta(seconds=int(seconds)))
 
 
 class NullReporter(Reporter):
@@ -283,20 +290,6 @@ class NullReporter(Reporter):
         """Do nothing."""
 
     __init__ = say = record = sync = __exit__ = nothing
-
-
-def duration(seconds: float) -> str:
-    """Write a time in two units at most, such as "12s", "4m10s", "2h03m" or "3d04h"."""
-    minutes, whole = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days}d{hours:02}h"
-    if hours:
-        return f"{hours}h{minutes:02}m"
-    if minutes:
-        return f"{minutes}m{whole:02}s"
-    return f"{whole}s"
 
 
 def check_tensorboard() -> None:

@@ -255,7 +255,7 @@ def test_whatever_ends_a_thread_of_one_rank_is_raised_on_all_and_the_next_save_b
         saver.wait()
         with monkeypatch.context() as patch:
             if comm.rank == comm.size - 1:
-                patch.setattr(tensor_files.files, "begin_writing", raising(error))
+                patch.setattr(tensor_files, "crc32", raising(error))
             saver.save(2)
             kind = StorageError if isinstance(error, OSError) else ArgumentError
             with pytest.raises(kind, match=f"rank {comm.size - 1}: " if comm.size > 1 else None) as caught:
@@ -274,7 +274,7 @@ def test_a_rank_whose_thread_was_given_up_is_not_the_one_that_is_blamed(pair, mp
     with saving(pair, mpi_tmp_path, pipe=2) as saver:
         if pair.rank == 1:
             monkeypatch.setattr(tensor_files, "PIECE_BYTES", 1 << 20)  # it fails at once, and rank 0 is still reading
-            monkeypatch.setattr(tensor_files.files, "begin_writing", raising(FULL))
+            monkeypatch.setattr(tensor_files, "crc32", raising(FULL))
         saver.save(1)
         if pair.rank == 1:
             assert saver._task.work.wait(PATIENCE)

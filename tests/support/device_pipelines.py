@@ -3,7 +3,6 @@
 import numpy as np
 
 from mpipipe import Pipeline, arrays, nn
-from mpipipe.job.wait import wait_for
 from mpipipe.schedules import zero_bubble_h1
 from support import dense
 from support.tolerance import close, largest
@@ -28,13 +27,3 @@ def check_weight_gradients_from_received_inputs(comm, device):
             found = arrays.download(stage.gradients.flat)
             right = layers[comm.rank].gradients.flat
             close(found, right, 2 * width * comm.size + len(x), largest(right))
-
-
-def all_aborted(machine):
-    """Wait until every communicator of NCCL with kernels under way has ended; aborts run on threads."""
-
-    class Aborted:
-        def Test(self):
-            return all(each._aborted or not each._underway for each in machine.communicators)
-
-    wait_for(Aborted(), "aborts")

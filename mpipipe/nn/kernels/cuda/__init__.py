@@ -5,8 +5,6 @@ addresses and sizes allow. Nothing waits for the device, no sum depends on timin
 sums of a matrix do not depend on the GPU.
 """
 
-from __future__ import annotations
-
 from mpipipe.arrays import strided_copy as copy
 from mpipipe.nn.kernels.cuda.elementwise import (
     accumulate,
