@@ -282,6 +282,9 @@ class ThreadCommunicator:
         request = self._collective("Idup", None, None)
         return ThreadCommunicator(self.world, context, self.members, self.rank), request
 
+    def Dup(self) -> ThreadCommunicator:
+        return self.Idup()[0]
+
     def Free(self) -> None:
         for item in reversed(self.items.values()):  # the group, in which the others were made, last
             item.close()

@@ -153,8 +153,7 @@ def draw(
             remedy="draw fewer ranks or micro-batches: a schedule repeats itself",
         )
     kind = _format(path)
-    style = _library()
-    with style.context(["default", SETTINGS]):  # whatever the user's matplotlibrc says
+    with _library().context(["default", SETTINGS]):  # whatever the user's matplotlibrc says
         sheet = make(timeline)
         content = io.BytesIO()
         metadata: dict[str, str | None] = {"Title": sheet.name}
@@ -198,8 +197,12 @@ def _format(path: str | os.PathLike[str]) -> str:
 
 
 def _library() -> Any:
-    otherwise = "; schedules.timeline draws a schedule as text without it"
-    return optional_library("matplotlib.style", "draw pictures", "plot", otherwise)
+    return optional_library(
+        "matplotlib.style",
+        "draw pictures",
+        "plot",
+        "; schedules.timeline draws a schedule as text without it",
+    )
 
 
 # -- A row for each rank over one axis of time, as timelines and profiles of memory have it --------

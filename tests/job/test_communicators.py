@@ -67,7 +67,7 @@ def test_the_largest_tag(comm):
     assert everything >= 32767 and runtime.tag_upper_bound(part) == everything
     part.Free()
     assert inprocess.run(
-        1, lambda one: (runtime.tag_upper_bound(one), runtime.tag_upper_bound(one.Idup()[0])), tag_ub=99
+        1, lambda one: (runtime.tag_upper_bound(one), runtime.tag_upper_bound(one.Dup())), tag_ub=99
     ) == [(99, 99)]
 
 
