@@ -194,13 +194,14 @@ def blas() -> list[Values]:
     libraries = []
     for pool in threadpool_info():
         if pool["user_api"] == "blas":
-            library = {
-                "library": pool["internal_api"],
-                "version": pool["version"],
-                "kernels": pool.get("architecture"),
-                "threads": pool["num_threads"],
-            }
-            libraries.append(library)
+            libraries.append(
+                {
+                    "library": pool["internal_api"],
+                    "version": pool["version"],
+                    "kernels": pool.get("architecture"),
+                    "threads": pool["num_threads"],
+                }
+            )
     return libraries
 
 

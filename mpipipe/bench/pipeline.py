@@ -93,8 +93,7 @@ def _hand_written_torch(
     def step() -> None:
         forward = {}
         sends = []
-        for parameter in module.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+        module.zero_grad()
         for _, op, m in schedule.orders[comm.rank]:
             if op == "F" and comm.rank == 0:
                 y = forward[m] = module(parts[m])

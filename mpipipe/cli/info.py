@@ -130,12 +130,9 @@ def _idle(surroundings: Values) -> str | None:
         used = frozenset().union(*cores)
         pinned = all(len(of_rank) == 1 for of_rank in cores)
         if pinned and 2 * len(used) <= (host["cores"] or 0):
-            verb = "are"
-            if len(used) == 1:
-                verb = "is"
             return (
-                f"each rank on {host['host']} is pinned to one core, and of {host['cores']} cores "
-                f"{len(used)} {verb} used: see --cpus-per-task of srun, --bind-to of mpiexec"
+                f"each rank on {host['host']} is pinned to one core, and all of them use "
+                f"{len(used)} of {host['cores']}: see --cpus-per-task of srun, --bind-to of mpiexec"
             )
     return None
 

@@ -243,6 +243,7 @@ def zero_bubble_2p(
     microbatches: int,
     costs: Costs = EQUAL_COSTS,
     memory_limit: float | None = None,
+    kept: float = 1.0,
     *,
     slices: int = 1,
 ) -> Schedule:
@@ -260,6 +261,9 @@ def zero_bubble_2p(
         Times of the P stages.
     memory_limit : float, optional
         Activations of units that a rank may hold at once, at least n; by default 2P + n - 1.
+    kept : float, optional
+        Share of an activation that a stage still holds between I and W, 0 to 1, as far as the limit
+        is concerned.
     slices : int, optional
 
     Examples
@@ -283,6 +287,8 @@ def zero_bubble_2p(
             found=f"memory_limit={memory_limit}",
             expected=f"at least {slices}",
         )
+    if not 0 <= kept <= 1:
+        raise ArgumentError("kept is no share", found=f"kept={kept}", expected="0 to 1")
     if are_alike(costs, ranks) and min(limit, units) >= 2 * ranks - 1:
         order = partial(split_order, step=2)
         return looped("zero_bubble_2p", ranks, 1, microbatches, order, slices=slices)
@@ -292,7 +298,7 @@ def zero_bubble_2p(
         average = costs.average(ranks)
     few_units = min(units, 3 * small)
     few_limit = max(1, limit * small / ranks)
-    few = StageTimes(looped_placement(small, 1), few_units, average, few_limit)
+    few = StageTimes(looped_placement(small, 1), few_units, average, few_limit, kept)
     rules = []
     for patience in PATIENCES:
         rules += [Rule("I", 0.0, 0, patience), Rule("F", 0.0, 0, patience)]
@@ -305,7 +311,7 @@ def zero_bubble_2p(
             tried.append((filled.score, rule))
     number = max(1, min(FINALISTS, AFFORDABLE // (3 * ranks * units)))
     finalists = {H1, *[rule for _, rule in sorted(tried)[:number]]}
-    whole = StageTimes(looped_placement(ranks, 1), units, costs, limit)
+    whole = StageTimes(looped_placement(ranks, 1), units, costs, limit, kept)
     best = min(filter(None, map(partial(_filled, whole), finalists)))
     return in_slices(whole.schedule("zero_bubble_2p", best.orders), slices)
 

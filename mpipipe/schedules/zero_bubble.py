@@ -273,14 +273,21 @@ class StageTimes:
     waits_for, lag : the task before it in its micro-batch, -1 without one, and the time of its
         message
     awaited_on : the rank of the F or I that waits for a task, where one does
-    limit : activations that a rank may hold, each until its W
+    limit, kept : activations that a rank may hold, and the share of one that is held from its I
+        until its W
     """
 
     def __init__(
-        self, placement: tuple[int, ...], microbatches: int, costs: Costs, limit: float
+        self,
+        placement: tuple[int, ...],
+        microbatches: int,
+        costs: Costs,
+        limit: float,
+        kept: float = 1.0,
     ) -> None:
         stages = len(placement)
         self.limit = limit
+        self.kept = kept
         self.placement = placement
         self.microbatches = microbatches
         times = [costs.per_stage(name, stages) for name in TIMES[:3]]
@@ -319,14 +326,14 @@ class StageTimes:
         next task to be ready soon runs a W before it only where the wait is at least `patience` of
         the W.
         """
-        holds = (1, 0, -1)  # activations more from the begin of F, I and W
+        holds = (1.0, self.kept - 1, -self.kept)  # activations more from the begin of F, I and W
         seconds = self.seconds
         waits_for = self.waits_for
         rests = [list(map(deque, of_rank)) for of_rank in queues]
         left = [sum(map(len, of_rank)) for of_rank in queues]
         orders: list[list[int]] = [[] for _ in queues]
         ends: list[list[float]] = [[] for _ in seconds]
-        activations = [0] * len(queues)
+        activations = [0.0] * len(queues)
         owed: list[deque[int]] = [deque() for _ in queues]
         begins = [0.0] * len(queues)
         free = [(0.0, rank) for rank in range(len(queues))]

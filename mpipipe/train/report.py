@@ -269,18 +269,13 @@ class Reporter:
 
     def timing(self, step: int) -> str:
         """Return the time since this start and the time left after a step, in words."""
-        gone = time.monotonic() - self.start
+        gone = int(time.monotonic() - self.start)
         made = step - (self.done or 0)
         left = self.steps - step
-        text = _shown(gone)
+        text = str(timedelta(seconds=gone))
         if made and left:
-            text += f", {_shown(left * gone / made)} left"
+            text += f", {timedelta(seconds=left * gone // made)} left"
         return text
-
-
-def _shown(seconds: float) -> str:
-    """Write a time in whole seconds, such as "0:01:26"."""
-    return str(timedelta(seconds=int(seconds)))
 
 
 class NullReporter(Reporter):

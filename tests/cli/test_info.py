@@ -32,7 +32,7 @@ def test_ranks_with_the_same_cores_stand_together():
         (["3", "3"], 1, "2 threads of ranks 0-1 share 1 core of n1"),
         (["0", "1"], 4, "8 threads of ranks 0-1 share 2 cores of n1: bind ranks to more cores"),
         (["0", "1-2"], 2, "2 threads of rank 0 share 1 core of n1: bind ranks to more cores"),
-        (["0", "1"], 1, "each rank on n1 is pinned to one core, and of 8 cores 2 are used"),
+        (["0", "1"], 1, "each rank on n1 is pinned to one core, and all of them use 2 of 8"),
         (["0-3", "0-3", "4-7", "4-7"], 2, None),
         ([*map(str, range(8))], 1, None),  # ranks that fill a host one by one
     ],

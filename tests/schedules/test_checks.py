@@ -48,6 +48,7 @@ WRONG = [
       for made, least in LEAST for limit in (-1, 0, 0.5)),
     (partial(schedules.zero_bubble_2p, 4, 8, memory_limit=0.5), "at least 1"),
     (partial(schedules.zero_bubble_2p, 2, 2, memory_limit=2, slices=3), "at least 3"),
+    (partial(schedules.zero_bubble_2p, 4, 8, kept=1.5), "0 to 1"),
     *((partial(schedules.partition, costs, stages), "the cost of layer 1|stages") for costs, stages in PARTS),
     *((partial(schedules.with_frozen, schedules.gpipe(2, 1), frozen), "do not fit the schedule")
       for frozen in ({0, 1}, {2}, {-1})),
