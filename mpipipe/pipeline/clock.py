@@ -6,7 +6,7 @@ have piled up.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,10 +49,10 @@ class HostClock:
     # Seconds of the last call by the host's clock, and its start.
     host_elapsed: float = 0.0
     entered: float = 0.0
-    # (op, stage) -> [seconds, count]
-    totals: dict[tuple[str, int], list] = field(
-        default_factory=lambda: defaultdict(lambda: [0.0, 0])
-    )
+    # Of the training steps that were read: how many, their actions, and the seconds of each action.
+    steps: int = 0
+    actions: Sequence[PlannedAction] = ()
+    seconds: np.ndarray = field(default_factory=lambda: np.zeros(1))
     # Seconds of all training steps so far, in actions and in all; on a GPU as far as marks were
     # read.
     training_seconds: np.ndarray = field(default_factory=lambda: np.zeros(2))
@@ -119,12 +119,12 @@ class HostClock:
         self.settle()
         rows = {"F": 0, "B": 1, "I": 1, "W": 2, "R": int(recompute)}
         seconds, counts = np.zeros((2, 3, stages))
-        for (op, stage), (total, count) in self.totals.items():
+        for action, total in zip(self.actions, self.seconds):
             # A stage may have both B and I: it may split some backwards only.
-            place = rows[op], stage
+            place = rows[action.op], action.stage
             seconds[place] += total
-            if op != "R" or not recompute:
-                counts[place] += count
+            if action.op != "R" or not recompute:
+                counts[place] += self.steps
         return seconds / np.maximum(counts, 1)
 
     def _start(self) -> tuple[Mark, float]:
@@ -140,10 +140,9 @@ class HostClock:
         self.busy = float(durations.sum())
         if call.training:
             self.training_seconds += self.busy, self.span
-            for action, seconds in zip(call.actions, durations.tolist()):
-                entry = self.totals[action.op, action.stage]
-                entry[0] += seconds
-                entry[1] += 1
+            self.steps += 1
+            self.actions = call.actions
+            self.seconds = self.seconds + durations
         if self.recorder is not None:
             spans = call.others
             for action, (begun, ended) in zip(call.actions, times.tolist()):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 
@@ -344,9 +343,6 @@ def _centred(x: HostArray, out: HostArray) -> HostArray:
 # -- Losses and their gradients, times a factor that is applied before the gradient is rounded -----
 
 
-_subtract = partial(np.subtract, casting="same_kind")
-
-
 def mean_squared_error(
     output: HostArray, target: HostArray, factor: float = 1.0
 ) -> tuple[float, HostArray]:
@@ -354,7 +350,7 @@ def mean_squared_error(
 
     `target` has any dtype.
     """
-    difference = elementwise(_subtract, np.empty(output.shape, output.dtype), output, target)
+    difference = elementwise(np.subtract, np.empty(output.shape, output.dtype), output, target)
     total = sum_of_squares(difference.reshape(-1))
     return total / output.size, scale(difference, 2 / output.size * factor, difference)
 
