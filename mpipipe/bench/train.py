@@ -128,8 +128,7 @@ def _measure(
             steps.append(partial(pipeline.step, inputs, targets))
         compare(comm, steps, WARMUP, warmup=0)
         for pipeline in pipelines:
-            pipeline.executor.clock.settle()
-            pipeline.executor.clock.totals.clear()
+            pipeline.executor.clock.forget()
         times = compare(comm, steps, repeats, warmup=0)
         results = []
         for seconds, pipeline in zip(times, pipelines):

@@ -108,6 +108,12 @@ class HostClock:
         while self.ended:
             self._read(self.ended.popleft())
 
+    def forget(self) -> None:
+        """Count the seconds of actions anew."""
+        self.settle()
+        self.steps = 0
+        self.seconds = np.zeros(1)
+
     def means(self, stages: int, recompute: bool) -> np.ndarray:
         """Return mean seconds of forward, input gradient and weight gradient, (3, stages).
 
