@@ -23,7 +23,7 @@ AXES = 5  # loops of strided.cu
 
 def element_strides(x: DeviceArray) -> tuple[int, ...]:
     """Strides in elements."""
-    return tuple(stride // x.itemsize for stride in x.strides)
+    return tuple([stride // x.itemsize for stride in x.strides])
 
 
 def blocks_of(count: int, per_block: int) -> tuple[int]:

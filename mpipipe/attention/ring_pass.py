@@ -65,7 +65,7 @@ class RingPass:
     def forward(self, q: Array, k: Array, v: Array, call: int) -> tuple[Array, RingSaved]:
         """Return the output, and what the backward needs."""
         shape = (*q.shape[:3], v.shape[3])
-        q, k, v = (with_batch(x, self.plan.message.shapes.batch) for x in (q, k, v))
+        q, k, v = [with_batch(x, self.plan.message.shapes.batch) for x in (q, k, v)]
         message = None
         if self.exchange is None:
             out, lse = attend_once(self.kernel, self.block(q, k, v), self.plan.overwrite)
@@ -80,11 +80,11 @@ class RingPass:
         batch = len(dout)
         if self.exchange is not None:
             sums = self._back_around(self.exchange, dout, saved)
-            return Gradients(*(with_batch(arrays.cast(x, dout.dtype), batch) for x in sums))
+            return Gradients(*[with_batch(arrays.cast(x, dout.dtype), batch) for x in sums])
         inputs = (saved.q, saved.k, saved.v)
         if room is None or not all(is_view(x, len(saved.q)) for x in room):
-            room = Gradients(*(with_batch(arrays.empty_like(x), batch) for x in inputs))
-        targets = Gradients(*(with_batch(x, len(saved.q)) for x in room))
+            room = Gradients(*[with_batch(arrays.empty_like(x), batch) for x in inputs])
+        targets = Gradients(*[with_batch(x, len(saved.q)) for x in room])
         self._add(dout, saved, targets, overwrite=True)
         return Gradients(*room)
 

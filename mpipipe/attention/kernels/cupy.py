@@ -46,7 +46,7 @@ def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
     scores, weights = _tile_pair(problem.count, row_count, key_count, queries.dtype)
     sums = arrays.empty((problem.count, row_count, values.shape[2]), dtype, "cuda")
     # The maximum and the sum of each row.
-    state = tuple(arrays.empty((problem.count, row_count), dtype, "cuda") for _ in range(2))
+    state = tuple([arrays.empty((problem.count, row_count), dtype, "cuda") for _ in range(2)])
     for part in block.slices:
         for tile in row_tiles(part, row_count // problem.group, key_count):
             rows = problem.rows(tile)
@@ -82,7 +82,7 @@ def backward(
     inputs = block.q, block.k, block.v
     dtype = arrays.accumulator(block.q.dtype)
     problem = HeadProblems(block)
-    sums = Gradients(*(problem.like(x, dtype) for x in inputs))
+    sums = Gradients(*[problem.like(x, dtype) for x in inputs])
     for each in sums:
         arrays.set_zero(each)
     if block.slices:
@@ -120,7 +120,7 @@ def _backward_tiles(
             for piece in tile.pieces:
                 at = slice(part.k_start + piece.start, part.k_start + piece.stop)
                 size = rows.stop - rows.start, piece.stop - piece.start
-                scores, weights, products, slopes = (_front(x, *size) for x in memory)
+                scores, weights, products, slopes = [_front(x, *size) for x in memory]
                 batched_gemm(q[:, rows], k[:, at], scores, transpose_b=True)
                 batched_gemm(dout[:, rows], v[:, at], products, transpose_b=True)
                 place = problem.seq, part.q_start, tile.start, piece.start, part.low, part.high
