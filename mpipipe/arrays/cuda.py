@@ -198,36 +198,27 @@ class Packed(Generic[C]):
         fresh: tuple[DeviceArray, ...] = (),
         options: tuple[object, ...] = (),
         varying: tuple[object, ...] = (),
-    ) -> None:
-        """Launch; see `call`. `varying` are numpy scalars for the last parameters."""
-        call = self.call(inputs, fresh, options)
-        if call is not None:
-            call.function(call.grid, call.block, (*inputs, *fresh, *call.numbers, *varying))
-
-    def call(
-        self,
-        inputs: tuple[DeviceArray, ...],
-        fresh: tuple[DeviceArray, ...] = (),
-        options: tuple[object, ...] = (),
+        launch: bool = True,
     ) -> C:
-        """Return the call for these arrays.
+        """Launch, and return the call for these arrays; without `launch` nothing is launched.
 
         inputs : arrays by whose facts the call is known
         fresh : more arrays, whose shapes and dtypes follow from those of `inputs` and the options;
             either just allocated, so that they start on a boundary of words, or among `inputs` too
+        varying : numpy scalars for the last parameters
         """
         facts: list[object] = [options, _current_gpu()()]
         for x in inputs:
             facts += x.shape, x.strides, x.dtype, x.data.ptr % WORD
         key = tuple(facts)
-        try:
-            return self._known[key]
-        except KeyError:
-            pass
-        call = self._pack(*inputs, *fresh, *options)
-        if len(self._known) >= MOST:
-            self._known.clear()
-        self._known[key] = call
+        call = self._known.get(key)
+        if call is None:  # or there is nothing to do
+            call = self._pack(*inputs, *fresh, *options)
+            if len(self._known) >= MOST:
+                self._known.clear()
+            self._known[key] = call
+        if launch and call is not None:
+            call.function(call.grid, call.block, (*inputs, *fresh, *call.numbers, *varying))
         return call
 
     def cache_clear(self) -> None:

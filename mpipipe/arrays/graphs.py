@@ -35,12 +35,7 @@ class _Recording(threading.local):
         self.workspaces: dict[tuple, DeviceArray] = {}
 
 
-_recording = _Recording()
-
-
-def is_recording() -> bool:
-    """Return whether this thread records a graph."""
-    return _recording.alive is not None
+RECORDING = _Recording()
 
 
 def keep_for_graph(thing: T) -> T:
@@ -49,14 +44,14 @@ def keep_for_graph(thing: T) -> T:
     Call it with an array or a kernel from a cache that may drop it: a graph knows its address
     alone.
     """
-    if _recording.alive is not None:
-        _recording.alive.append(thing)
+    if RECORDING.alive is not None:
+        RECORDING.alive.append(thing)
     return thing
 
 
 def workspace() -> DeviceArray:
     """Return memory for a library within a recording; nothing in it lasts."""
-    return keep_for_graph(_recording.workspaces[_place()])
+    return keep_for_graph(RECORDING.workspaces[_place()])
 
 
 def _place() -> tuple:
@@ -66,13 +61,13 @@ def _place() -> tuple:
 def _make_workspace() -> None:
     """Allocate it, outside of a recording: it is larger than most graphs, and no graph owns it."""
     place = _place()
-    if place not in _recording.workspaces:
-        _recording.workspaces[place] = cupy().empty((WORKSPACE_BYTES,), np.uint8)
+    if place not in RECORDING.workspaces:
+        RECORDING.workspaces[place] = cupy().empty((WORKSPACE_BYTES,), np.uint8)
 
 
 def refuse_recording(what: str) -> None:
     """Raise BackendError, with `what` cannot be recorded, where this thread records a graph."""
-    if is_recording():
+    if RECORDING.alive is not None:
         raise BackendError(
             f"{what} while a CUDA graph is recorded",
             expected="work on the device alone",
@@ -116,7 +111,7 @@ def _record(work: Callable[[], T]) -> tuple[Graph, T]:
     memory = cupy().cuda.MemoryPool()
     alive: list = []
     _make_workspace()
-    _recording.alive = alive
+    RECORDING.alive = alive
     try:
         with cupy().cuda.using_allocator(memory.malloc):
             current.begin_capture()
@@ -128,4 +123,4 @@ def _record(work: Callable[[], T]) -> tuple[Graph, T]:
                 raise
             return Graph(current.end_capture(), memory, alive), result
     finally:
-        _recording.alive = None
+        RECORDING.alive = None

@@ -52,7 +52,9 @@ def empty_like(array: Array, dtype: DTypeLike | None = None) -> Array:
     """Return an uninitialised C-contiguous array of the same shape and device."""
     if dtype is None:
         dtype = array.dtype
-    return empty(array.shape, dtype, device_of(array))
+    if isinstance(array, np.ndarray):
+        return aligned_empty(array.shape, dtype)
+    return cupy().empty(array.shape, dtype)
 
 
 def zeros_like(array: Array) -> Array:
@@ -66,7 +68,7 @@ def set_zero(array: Array) -> None:
         array.fill(0)
     elif array.nbytes:
         runtime = cupy().cuda.runtime
-        runtime.memsetAsync(address(array), 0, array.nbytes, stream().ptr)
+        runtime.memsetAsync(array.data.ptr, 0, array.nbytes, stream().ptr)
 
 
 def copy_into(target: Array, source: Array) -> None:

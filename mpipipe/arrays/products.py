@@ -23,8 +23,8 @@ from typing import NamedTuple
 import numpy as np
 
 from mpipipe.arrays.devices import check_computable, cupy, first_line, is_amd
-from mpipipe.arrays.dtypes import DeviceArray, accumulator, dtype
-from mpipipe.arrays.graphs import is_recording, workspace
+from mpipipe.arrays.dtypes import DeviceArray, Shape, accumulator, dtype
+from mpipipe.arrays.graphs import RECORDING, workspace
 from mpipipe.arrays.memory import address, set_zero
 from mpipipe.arrays.streams import stream
 from mpipipe.errors import BackendError
@@ -87,28 +87,31 @@ def _library() -> _Library:
     add("float16", runtime.CUDA_R_16F, single)
     add("float32", runtime.CUDA_R_32F, fast)
     add("float64", runtime.CUDA_R_64F, double)
-    handle = cuda.device.get_cublas_handle if is_amd() else _exact_handle
     functions = _Functions(cublas.gemmEx, cublas.gemmStridedBatchedEx)
-    return _Library(functions, handle, cublas.CUBLAS_GEMM_DEFAULT, kinds)
+    return _Library(functions, cuda.device.get_cublas_handle, cublas.CUBLAS_GEMM_DEFAULT, kinds)
 
 
 FLOAT32_SUMS = 16  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION of cublasMath_t
-# Its `handles`: those of a thread whose partial sums of halves stay in float32.
-_exact = threading.local()
 
 
-def _exact_handle() -> int:
-    """Return CuPy's handle for this thread and device, set so that halves are rounded once.
+def _summed_exactly(handle: int) -> int:
+    """Return a handle that is set so that halves are rounded once.
 
     The user's own products round so, too.
     """
-    cuda = cupy().cuda
-    handle: int = cuda.device.get_cublas_handle()
-    handles = vars(_exact).setdefault("handles", set())
-    if handle not in handles:
-        cuda.cublas.setMathMode(handle, FLOAT32_SUMS)
-        handles.add(handle)
+    if not is_amd():
+        cupy().cuda.cublas.setMathMode(handle, FLOAT32_SUMS)
     return handle
+
+
+class _OfThread(threading.local):
+    """`exact` sets a handle of the thread when it meets it, and returns it."""
+
+    def __init__(self) -> None:
+        self.exact = cache(_summed_exactly)
+
+
+_own = _OfThread()
 
 
 def gemm(
@@ -137,9 +140,9 @@ def gemm(
         return
     number, compute, sums = library.kinds[a.dtype]
     factors, where = _factors(1.0, add, sums)
-    functions = _RECORDED if is_recording() else library.functions
+    functions = library.functions if RECORDING.alive is None else _RECORDED
     functions.gemmEx(
-        library.handle(), transpose_b, transpose_a, n, m, k,
+        _own.exact(library.handle()), transpose_b, transpose_a, n, m, k,
         where, b.data.ptr, number, k if transpose_b else n, a.data.ptr, number, columns,
         where + factors.itemsize, c.data.ptr, library.kinds[c.dtype].number, n,
         compute, library.algorithm,
@@ -167,13 +170,16 @@ def batched_gemm(
     library = _library()
     problems, m, n = c.shape
     k = a.shape[1] if transpose_a else a.shape[2]
+    kinds = library.kinds
     factors, where = _factors(factor, add, c.dtype)
-    functions = _RECORDED if is_recording() else library.functions
+    functions = library.functions if RECORDING.alive is None else _RECORDED
     functions.gemmStridedBatchedEx(
-        library.handle(), transpose_b, transpose_a, n, m, k,
-        where, *_operand(library, b), *_operand(library, a),
-        where + factors.itemsize, *_operand(library, c),
-        problems, library.kinds[a.dtype].compute, library.algorithm,
+        _own.exact(library.handle()), transpose_b, transpose_a, n, m, k,
+        where, b.data.ptr, kinds[b.dtype].number, *_steps(b.shape, b.strides, b.itemsize),
+        a.data.ptr, kinds[a.dtype].number, *_steps(a.shape, a.strides, a.itemsize),
+        where + factors.itemsize,
+        c.data.ptr, kinds[c.dtype].number, *_steps(c.shape, c.strides, c.itemsize),
+        problems, kinds[a.dtype].compute, library.algorithm,
     )  # fmt: skip
 
 
@@ -184,12 +190,13 @@ def _factors(factor: float, add: bool, kind: np.dtype) -> tuple[np.ndarray, int]
     return numbers, address(numbers)
 
 
-def _operand(library: _Library, x: DeviceArray) -> tuple[int, int, int, int]:
-    """(address, cuBLAS's dtype, elements from row to row, elements from problem to problem)."""
-    of_problem, of_row, _ = x.strides
-    if len(x) <= 1:  # one matrix is that of all problems
+@lru_cache(maxsize=4096)
+def _steps(shape: Shape, strides: Shape, itemsize: int) -> tuple[int, int]:
+    """Return how many elements matrices have from row to row, and from problem to problem."""
+    of_problem, of_row, _ = strides
+    if shape[0] <= 1:  # one matrix is that of all problems
         of_problem = 0
-    return x.data.ptr, library.kinds[x.dtype].number, of_row // x.itemsize, of_problem // x.itemsize
+    return of_row // itemsize, of_problem // itemsize
 
 
 # -- Products while a CUDA graph is recorded: by cuBLAS itself, since CuPy refuses that ------------

@@ -82,7 +82,7 @@ class RingPass:
             sums = self._back_around(self.exchange, dout, saved)
             return Gradients(*[with_batch(arrays.cast(x, dout.dtype), batch) for x in sums])
         inputs = (saved.q, saved.k, saved.v)
-        if room is None or not all(is_view(x, len(saved.q)) for x in room):
+        if room is None or not all([is_view(x, len(saved.q)) for x in room]):
             room = Gradients(*[with_batch(arrays.empty_like(x), batch) for x in inputs])
         targets = Gradients(*[with_batch(x, len(saved.q)) for x in room])
         self._add(dout, saved, targets, overwrite=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
@@ -74,6 +75,7 @@ def _require_cudnn(verdict: cudnn_graph.CudnnVerdict) -> None:
         )
 
 
+@cache
 def load(name: str) -> AttentionKernel:
     """Return the kernel of this name; raises ImportError where its library is missing."""
     return cast(AttentionKernel, import_module(f"mpipipe.attention.kernels.{name}"))

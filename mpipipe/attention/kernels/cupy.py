@@ -14,6 +14,7 @@ float32.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,8 @@ def backward(
     inputs = block.q, block.k, block.v
     dtype = arrays.accumulator(block.q.dtype)
     problem = HeadProblems(block)
-    sums = Gradients(*[problem.like(x, dtype) for x in inputs])
+    walks = [_walk(problem.kv_heads, x.shape, x.strides, x.itemsize) for x in gradients]
+    sums = Gradients(*[arrays.empty(walk[0], dtype, "cuda") for walk in walks])
     for each in sums:
         arrays.set_zero(each)
     if block.slices:
@@ -90,9 +92,8 @@ def backward(
         _dot((dout, result.out), (delta,))
         factors = tuple(map(problem.copied, (dout, *inputs)))
         _backward_tiles(problem, factors, (result.lse, delta), block, sums)
-    for each, target in zip(sums, gradients):
-        shape, source_steps, target_steps = problem.steps(each, target)
-        strided_copy_views(each, source_steps, target, target_steps, shape, add=not overwrite)
+    for each, target, (_, whole, ours, its) in zip(sums, gradients, walks):
+        strided_copy_views(each, ours, target, its, whole, add=not overwrite)
 
 
 def _backward_tiles(
@@ -264,33 +265,35 @@ class HeadProblems:
 
     def copied(self, x: Array) -> Array:
         """Return an array as problems: (problems, seq * group, dim) of queries, seq of keys."""
-        target = self.like(x, x.dtype)
-        shape, target_steps, source_steps = self.steps(target, x)
-        strided_copy_views(x, source_steps, target, target_steps, shape)
+        shape, whole, ours, its = _walk(self.kv_heads, x.shape, x.strides, x.itemsize)
+        target = arrays.empty(shape, x.dtype, "cuda")
+        strided_copy_views(x, its, target, ours, whole)
         return target
-
-    def like(self, x: Array, dtype: np.dtype) -> Array:
-        """Memory for an array as problems."""
-        _, seq, heads, dim = x.shape
-        return arrays.empty((self.count, seq * heads // self.kv_heads, dim), dtype, "cuda")
-
-    def steps(self, problems: Array, x: Array) -> tuple[Shape, Shape, Shape]:
-        """(shape, steps of `problems`, steps of x) over (batch, kv_heads, seq, group, dim)."""
-        _, rows, dim = problems.shape
-        (_, seq, heads, _), (b, s, h, d) = x.shape, element_strides(x)
-        group = heads // self.kv_heads
-        shape = self.batch, self.kv_heads, seq, group, dim
-        return (
-            shape,
-            (self.kv_heads * rows * dim, rows * dim, group * dim, dim, 1),
-            (b, h * group, s, h, d),
-        )
 
     def tile(self, slices: Sequence[Slice], bytes_per_score: int) -> tuple[int, int]:
         """(rows, columns) of a tile: TILE_BYTES, or ROWS x ROWS of all problems if more."""
         scores = TILE_BYTES // (self.count * bytes_per_score)
-        keys = min(KEYS, max(part.k_stop - part.k_start for part in slices))
+        keys = min(KEYS, max([part.k_stop - part.k_start for part in slices]))
         keys = max(1, min(keys, max(scores // ROWS // EDGE * EDGE, ROWS)))
         queries = max(1, max(scores // keys // EDGE * EDGE, ROWS) // self.group)
-        queries = min(queries, max(part.q_stop - part.q_start for part in slices))
+        queries = min(queries, max([part.q_stop - part.q_start for part in slices]))
         return queries * self.group, keys
+
+
+@lru_cache(maxsize=4096)
+def _walk(
+    kv_heads: int, shape: Shape, strides: Shape, itemsize: int
+) -> tuple[Shape, Shape, Shape, Shape]:
+    """Return the shape as problems of an array (batch, seq, heads, dim), and how to copy it.
+
+    That is (batch, kv_heads, seq, group, dim), with the steps of the problems and of the array.
+    """
+    batch, seq, heads, dim = shape
+    b, s, h, d = [stride // itemsize for stride in strides]
+    group = heads // kv_heads
+    return (
+        (batch * kv_heads, seq * group, dim),
+        (batch, kv_heads, seq, group, dim),
+        (heads * seq * dim, group * seq * dim, group * dim, dim, 1),
+        (b, h * group, s, h, d),
+    )

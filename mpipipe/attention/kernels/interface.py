@@ -89,7 +89,7 @@ class AttentionKernel(Protocol):
 def check_arrays(q: Array, k: Array, v: Array) -> None:
     """Raise ArgumentError unless q, k and v are arrays that can attend to each other."""
     for name, array in (("q", q), ("k", k), ("v", v)):
-        if not arrays.is_array(array) or array.dtype not in arrays.COMPUTE_DTYPES:
+        if getattr(array, "dtype", None) not in arrays.COMPUTE_DTYPES:
             raise ArgumentError(
                 f"attention: {name}",
                 found=str(getattr(array, "dtype", type(array).__name__)),

@@ -157,7 +157,8 @@ def check_matrices(
     name: str, first: DeviceArray, axis: int, other: DeviceArray, axis_of_other: int
 ) -> None:
     """Raise ArgumentError unless these are C-contiguous matrices that fit along two axes."""
-    check_contiguous(name, first, other)
+    if not (first.flags.c_contiguous and other.flags.c_contiguous):
+        check_contiguous(name, first, other)
     if (
         not first.ndim == other.ndim == 2
         or first.dtype != other.dtype

@@ -80,7 +80,7 @@ def sum_rows(dy: DeviceArray, grad: DeviceArray) -> None:
     check_contiguous("sum_rows", dy, grad)
     if not dy.size:
         return
-    call = _sum_rows.call((dy,))
+    call = _sum_rows((dy,), launch=False)
     parts = arrays.empty((call.grid[1], dy.shape[1]), grad.dtype, "cuda")
     call.launch((dy, parts))
     add_parts(parts, grad)
@@ -185,7 +185,7 @@ def norm_backward(
         name = f"{name}_add"
         inputs.append(more)
     dx = arrays.empty_like(x)
-    call = _norm_backward.call(tuple(inputs), (dx,), (name,))
+    call = _norm_backward(tuple(inputs), (dx,), (name,), launch=False)
     blocks = 1
     make = arrays.zeros
     if call is not None:
@@ -415,7 +415,7 @@ def mean_squared_error(
 ) -> tuple[DeviceArray, DeviceArray]:
     """Return (mean of (output - target)^2, factor * its gradient)."""
     gradient = arrays.empty_like(output)
-    call = _squared_error.call((output, target), (gradient,))
+    call = _squared_error((output, target), (gradient,), launch=False)
     parts = arrays.empty(call.grid, FLOAT64, "cuda")
     per_element = scalar_type(output.dtype)(2 / output.size * factor)
     call.launch((output, target, gradient, parts), (per_element,))
