@@ -8,13 +8,13 @@ from functools import partial
 from typing import Annotated
 
 from mpipipe import processor, schedules
-from mpipipe.cli.flags import Operand, fields_of, parameters_of
+from mpipipe.cli.flags import Argument, Operand, parameters_of
 from mpipipe.cli.output import on_ranks, refusing, show, show_lines
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, group_of, inprocess, runtime, stop_signals
 from mpipipe.language import TextTask
 from mpipipe.language.models import GPT
-from mpipipe.options import Option, key_of
+from mpipipe.options import Option
 from mpipipe.planning import (
     NOTABLE,
     ORDERS,
@@ -36,7 +36,10 @@ from mpipipe.train import (
     check_same_config,
     check_task,
     estimate_task,
+    key_of,
+    kinds_of,
     load_task,
+    option_of,
     read_keys,
     run,
 )
@@ -183,6 +186,23 @@ def task_of(config: TaskConfig, comm: Communicator) -> tuple[TaskConfig, Task]:
     assert isinstance(config, TrainConfig)
     task = TextTask.of(config, GPT, comm)
     return task.config, task
+
+
+def fields_of(config: type) -> list[Argument]:
+    """Return the fields of a configuration as parameters, under the headings of its parts."""
+    kinds = kinds_of(config)
+    headings: dict[str, str] = {}
+    for part in reversed(config.__mro__):
+        if "heading" in vars(part):
+            for entry in fields(part):
+                headings.setdefault(entry.name, vars(part)["heading"])
+    parameters = []
+    for entry in fields(config):
+        option = replace(option_of(entry), group=headings[entry.name])
+        kind = kinds[entry.name]
+        many = kind is tuple
+        parameters.append(Argument(entry.name, str if many else kind, many, entry.default, option))
+    return parameters
 
 
 # The help lists these before those of text.

@@ -14,10 +14,11 @@ from typing import Self
 from mpipipe import files
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.job import parse_duration, parse_signals
-from mpipipe.options import Values, document, key_of, option, read_fields
+from mpipipe.options import Values
 from mpipipe.planning import parse_bytes
 from mpipipe.schedules import full_name, is_path
 from mpipipe.text import instead, near
+from mpipipe.train.config_fields import document, key_of, option, read_fields
 
 # What a plan decides.
 PLANNED = ("schedule", "chunks", "microbatches", "partition", "recompute", "recompute_limit")

@@ -24,9 +24,10 @@ from mpipipe.checkpoint import Checkpoint
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError, OwnerError, StorageError
 from mpipipe.job import Communicator, group_of
-from mpipipe.options import Values, option_of, written
+from mpipipe.options import Values
 from mpipipe.train import report
 from mpipipe.train.config import TaskConfig, toml_line
+from mpipipe.train.config_fields import option_of, written
 from mpipipe.train.task import Task
 
 # Seconds in which a network file system shows one host what another one wrote.
