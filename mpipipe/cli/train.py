@@ -15,18 +15,9 @@ from mpipipe.job import Communicator, group_of, inprocess, runtime, stop_signals
 from mpipipe.language import TextTask
 from mpipipe.language.models import GPT
 from mpipipe.options import Option
-from mpipipe.planning import (
-    NOTABLE,
-    ORDERS,
-    RankBytes,
-    launch_lines,
-    paper_costs,
-    read_links,
-    seconds_of_orders,
-    shown_seconds,
-)
+from mpipipe.planning import ORDERS, RankBytes, read_links, seconds_of_orders
 from mpipipe.schedules import FORM, Links
-from mpipipe.text import counted, shown_bytes, text_table
+from mpipipe.text import counted, shown_bytes, shown_seconds, text_table
 from mpipipe.train import (
     MemoryEstimate,
     Task,
@@ -215,6 +206,7 @@ train.parameters = [*parameters_of(train), *FIELDS]  # type: ignore[attr-defined
 # -- What `train --dry-run` shows: the plan of a training, and the memory of each rank -------------
 
 
+NOTABLE = 0.02  # share of a time
 COLUMNS = (
     "parameters",
     "gradients",
@@ -308,7 +300,17 @@ def sharing_lines(estimate: MemoryEstimate, links: Links, flops: float) -> list[
     if estimate.config.recompute:
         schedule = schedules.before_backwards(schedule)
     positions = plan.microbatch_rows * estimate.task.units / problem.seq
-    costs = paper_costs(problem, plan, estimate.ranks, flops / positions)
+    speed = flops / positions
+    times = []
+    for start, stop in plan.layer_ranges:
+        times.append(sum(problem.costs[start:stop]) / speed / schedule.slices)
+    costs = schedules.Costs(
+        times,
+        times,
+        times,
+        message_bytes=[size / schedule.slices for size in estimate.ranks[0].inputs],
+        gradient_bytes=problem.gradient_bytes(plan.layer_ranges),
+    )
     alone = seconds_of_orders(schedule, costs, replace(links, nic_ranks=1), problem.shape)
     shared = seconds_of_orders(schedule, costs, links, problem.shape)
     lines = [
@@ -326,6 +328,15 @@ def sharing_lines(estimate: MemoryEstimate, links: Links, flops: float) -> list[
     if max(shared.values()) > (1 + NOTABLE) * shared[best]:
         lines += launch_lines(best, links)
     return lines
+
+
+def launch_lines(order: str, links: Links) -> list[str]:
+    """Say how ranks are placed so that what this order keeps together is on one node."""
+    return [
+        f"mpipipe: place {ORDERS[order]} on a node: --mesh-order {order} and",
+        f"mpipipe: srun --distribution=block, or mpiexec --map-by ppr:{links.node_size}:node "
+        f"(MPICH: -ppn {links.node_size})",
+    ]
 
 
 def _sizes(memory: RankBytes) -> list[str]:
