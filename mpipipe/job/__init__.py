@@ -36,11 +36,10 @@ if TYPE_CHECKING:
         oversubscribed,
         own_cores,
         parse_cores,
-        share_of_cores,
         single_cores,
     )
     from mpipipe.job.exit import Stop, run_or_abort
-    from mpipipe.job.group import RankGroup, collect, group_of
+    from mpipipe.job.group import RankGroup, group_of
     from mpipipe.job.preemption import Preemption, parse_duration
     from mpipipe.job.report import (
         AGREED,
