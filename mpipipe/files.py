@@ -217,19 +217,6 @@ def silence(stream: TextIO) -> None:
         os.close(descriptor)
 
 
-def new_folder(path: Path) -> Path:
-    """Make the folder `path`, or the first of path-2, path-3, ... that is new; return it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    place = path
-    number = 1
-    while True:
-        with suppress(FileExistsError):
-            place.mkdir()
-            return place
-        number += 1
-        place = Path(f"{path}-{number}")
-
-
 def sync_folder(folder: Path) -> None:
     """Force the names in a folder to the disk, where its file system can."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

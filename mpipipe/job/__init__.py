@@ -65,6 +65,7 @@ if TYPE_CHECKING:
         Testable,
     )
     from mpipipe.job.wait import Condition, ThreadTask, wait_for, wait_locally
+    from mpipipe.job.watch.dump import process_fields
     from mpipipe.job.watch.watchdog import watching
 
 if not TYPE_CHECKING:  # a checker of types would take each wrong name for an object

@@ -47,10 +47,23 @@ def shared_path(comm: Communicator, path: str | None) -> str:
         place = os.path.abspath(path or f"runs/{datetime.now():%Y%m%d-%H%M%S}")
         if path is None:
             with using(Path(place)):
-                place = str(files.new_folder(Path(place)))
+                place = str(new_folder(Path(place)))
         return place
 
     return group_of(comm).from_one("the path of a folder", find)
+
+
+def new_folder(path: Path) -> Path:
+    """Make the folder `path`, or the first of path-2, path-3, ... that is new; return it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    place = path
+    number = 1
+    while True:
+        with suppress(FileExistsError):
+            place.mkdir()
+            return place
+        number += 1
+        place = Path(f"{path}-{number}")
 
 
 def names_in(out: Path) -> set[str]:
