@@ -104,7 +104,6 @@ def fair_shares(places: Sequence[tuple[str, Collection[int]]]) -> list[int]:
     for host, cores in places:
         # all ranks that share cores with this one, also through others
         joined = set(cores)
-        ranks = 0
         before = -1
         while before < len(joined):
             before = len(joined)

@@ -31,9 +31,7 @@ def judge(
 
     Keys are world ranks. `silent` are those that have not answered, for `quiet` seconds.
     """
-    culprits = []
-    for rank, place in (silent or {}).items():
-        culprits.append(_silence(rank, place, quiet))
+    culprits = [_silence(rank, place, quiet) for rank, place in (silent or {}).items()]
     blockers = {rank: _blockers(dump, dumps) for rank, dump in dumps.items()}
     blocking = set().union(*blockers.values())
     for rank, dump in dumps.items():
