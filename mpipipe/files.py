@@ -13,7 +13,8 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -61,15 +62,8 @@ def reading(
         raise error(text, found=str(path), expected=expected, remedy=remedy) from cause
 
 
-def writing(
-    what: str,
-    path: str | Path,
-    error: type[MpipipeError] = ConfigError,
-    expected: str | None = None,
-    remedy: str | None = None,
-) -> AbstractContextManager[None]:
-    """Turn an OSError into the error "`what` cannot be written", which names the file or folder."""
-    return reading(what, path, error, expected, remedy, done="written")
+# Turns an OSError into the error "`what` cannot be written", which names the file or folder.
+writing = partial(reading, error=ConfigError, expected=None, done="written")
 
 
 def reason(error: Exception, path: str | Path = "") -> str:

@@ -133,7 +133,7 @@ def finish(out: Path, comm: Communicator) -> None:
         files.writing(
             "the file that says that a training has ended",
             path,
-            StorageError,
+            error=StorageError,
             remedy="the training has ended well, and what it saved is there; make room, and write "
             "this file yourself",
         ),
