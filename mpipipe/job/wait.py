@@ -259,9 +259,10 @@ def wait_locally(ended: Callable[[float], bool], what: object) -> None:
     """Return once something of this rank has ended, as one of its threads; raise as `wait_for`.
 
     `ended(seconds)` says whether it has, and waits so long at most. A watchdog blames a rank that
-    waits for no other.
+    waits for no other. Recorders note waits for others alone.
     """
-    wait_for(Condition(lambda: ended(LOOK_SECONDS)), what)
+    context = current_rank()
+    _wait(lambda: ended(LOOK_SECONDS), context, lambda: LongWait(context, what))
 
 
 Result = TypeVar("Result")
