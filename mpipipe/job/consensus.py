@@ -214,8 +214,8 @@ def _sendable(error: Exception | None) -> MpipipeError | None:
     if error is None:
         return None
     if isinstance(error, MpipipeError):
-        with suppress(Exception):  # a class of the user's may not be pickled
-            pickle.dumps(error)
+        with suppress(Exception):  # a class of the user's may refuse one or the other
+            pickle.loads(pickle.dumps(error))
             return error
     return ArgumentError(f"{type(error).__name__}: {error}")
 
