@@ -122,7 +122,8 @@ class RankPlace(NamedTuple):
 
 def process_fields(process: int | str) -> list[str]:
     """Return fields of proc_pid_stat(5) from the third one on, the state. Raises OSError."""
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    # The name, in parentheses, is cut after 15 bytes, which may be within a character.
+    return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
 UNKNOWN = RankPlace("", 0, True)
