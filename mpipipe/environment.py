@@ -147,6 +147,7 @@ def _git(folder: str, *words: str) -> str | None:
     try:
         answer = subprocess.run(
             ["git", "-C", folder, *words],
+            check=True,
             capture_output=True,
             text=True,
             errors="replace",
@@ -156,9 +157,7 @@ def _git(folder: str, *words: str) -> str | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    if answer.returncode == 0:
-        return answer.stdout.strip()
-    return None
+    return answer.stdout.strip()
 
 
 def _here(gpus: bool) -> Values:

@@ -100,14 +100,11 @@ class _OverRanks(Layer):
         facts = (("forward", call), *_kind_of(dy))
         self._group.agree(f"backward of {name}", facts, error=error, remedy=REMEDY)
 
-    def _transfer(self, moves: Iterable[PartMove], x: Array, y: Array, **options: bool) -> Transfer:
-        return Transfer(exchange_on(self._comm, arrays.device_of(x)), moves, x, y, **options)
-
     def _move(
         self, moves: Iterable[PartMove], x: Array, y: Array, call: int, own: Index | None = None
     ) -> tuple[Array, Saved]:
         """Fill y, in which x lies at `own`, or in parts; return it, and `saved`."""
-        transfer = self._transfer(moves, x, y)
+        transfer = Transfer(exchange_on(self._comm, arrays.device_of(x)), moves, x, y)
         if own is not None:
             arrays.strided_copy(x, y[own])
         return transfer.finish(), (moves, own, x.shape, y.shape, call)
@@ -124,8 +121,10 @@ class _OverRanks(Layer):
             kind = dy.dtype
             if own is not None:
                 kind = arrays.accumulator(kind)
-            dx = arrays.empty(shape, kind, arrays.device_of(dy))
-            transfer = self._transfer(moves, dy, dx, transposed=True, add=own is not None)
+            device = arrays.device_of(dy)
+            dx = arrays.empty(shape, kind, device)
+            through = exchange_on(self._comm, device)
+            transfer = Transfer(through, moves, dy, dx, transposed=True, add=own is not None)
             if own is not None:
                 arrays.strided_copy(dy[own], dx)
             return arrays.cast(transfer.finish(), dy.dtype)

@@ -13,7 +13,8 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -61,15 +62,8 @@ def reading(
         raise error(text, found=str(path), expected=expected, remedy=remedy) from cause
 
 
-def writing(
-    what: str,
-    path: str | Path,
-    error: type[MpipipeError] = ConfigError,
-    expected: str | None = None,
-    remedy: str | None = None,
-) -> AbstractContextManager[None]:
-    """Turn an OSError into the error "`what` cannot be written", which names the file or folder."""
-    return reading(what, path, error, expected, remedy, done="written")
+# Turns an OSError into the error "`what` cannot be written", which names the file or folder.
+writing = partial(reading, error=ConfigError, expected=None, done="written")
 
 
 def reason(error: Exception, path: str | Path = "") -> str:
@@ -215,19 +209,6 @@ def silence(stream: TextIO) -> None:
         descriptor = os.open(os.devnull, os.O_WRONLY)
         os.dup2(descriptor, stream.fileno())
         os.close(descriptor)
-
-
-def new_folder(path: Path) -> Path:
-    """Make the folder `path`, or the first of path-2, path-3, ... that is new; return it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    place = path
-    number = 1
-    while True:
-        with suppress(FileExistsError):
-            place.mkdir()
-            return place
-        number += 1
-        place = Path(f"{path}-{number}")
 
 
 def sync_folder(folder: Path) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from _thread import LockType, allocate_lock, get_ident
+from _thread import LockType, allocate_lock
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -166,17 +166,6 @@ def each(
         _POOL.run(_Job(work, iter(pieces)), min(_POOL.threads or 1, len(pieces)) - 1, poll)
     finally:
         _POOL.free.release()
-
-
-def on_this_thread(function: Callable[[], object]) -> Callable[[], None]:
-    """Return a function that calls `function` on this thread, and does nothing on others."""
-    here = get_ident()
-
-    def call() -> None:
-        if get_ident() == here:
-            function()
-
-    return call
 
 
 class _Job:

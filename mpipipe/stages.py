@@ -88,13 +88,8 @@ def check_stage(stage: PipelineStage, ops: Collection[str], has_replicas: bool) 
     """Raise ArgumentError if a stage lacks what these actions, or the replicas, need."""
     if not isinstance(stage, UserStage):
         return
-    needed = []
-    missing = []
-    for op, method in METHODS.items():
-        if op in ops:
-            needed.append(method)
-            if not callable(stage.given(method)):
-                missing.append(method)
+    needed = [method for op, method in METHODS.items() if op in ops]
+    missing = [method for method in needed if not callable(stage.given(method))]
     if missing:
         raise ArgumentError(
             "a stage lacks methods that the schedule needs",
@@ -150,8 +145,11 @@ def named_arrays(stage: PipelineStage, attribute: str) -> dict[str, Array]:
     return named
 
 
-class UserArrays:
-    """The arrays of a user's stage, as optimizers and checkpoints see them."""
+class UserStage(nn.Differentiable):
+    """A stage of the user's own as a pipeline, optimizers and checkpoints see it.
+
+    What it leaves out is filled in.
+    """
 
     kept_copy = None
     originals = None
@@ -170,6 +168,11 @@ class UserArrays:
                     expected="a list of nn.Stage",
                 )
         self._first = next(iter(self.inner_stages), None)
+        # True if all gradients are known, so that replicas can sum them.
+        self.shows_gradients = bool(self.inner_stages) or hasattr(user_stage, "gradients")
+        self.position = Position()
+        # The last forward that was called, and whether it takes a position.
+        self._forward: tuple[Any, bool] = (None, False)
 
     def given(self, name: str, default: object = None) -> Any:
         """Return what the user's stage has under a name, or else the default."""
@@ -285,17 +288,7 @@ class UserArrays:
         if renew is not None:
             renew()
 
-
-class UserStage(UserArrays, nn.Differentiable):
-    """A stage of the user's own as a pipeline runs it, with what it leaves out filled in."""
-
-    def __init__(self, user_stage: Any):
-        super().__init__(user_stage)
-        # True if all gradients are known, so that replicas can sum them.
-        self.shows_gradients = bool(self.inner_stages) or hasattr(user_stage, "gradients")
-        self.position = Position()
-        # The last forward that was called, and whether it takes a position.
-        self._forward: tuple[Any, bool] = (None, False)
+    # -- as a pipeline runs it ---------------------------------------------------------------------
 
     def check_skips(self, number: int, takes: Sequence[str], gives: Sequence[str]) -> None:
         """Raise ArgumentError if the stage does not know of these skips."""

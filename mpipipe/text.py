@@ -69,6 +69,13 @@ def exact_bytes(count: int) -> str:
     return shown_bytes(count)
 
 
+def shown_seconds(seconds: float) -> str:
+    """Show seconds with four digits."""
+    if seconds >= 1:
+        return f"{seconds:.4g} s"
+    return f"{1e3 * seconds:.4g} ms"
+
+
 def near(name: str, known: Iterable[str]) -> list[str]:
     """Return known names that may have been meant: three that look alike.
 

@@ -12,8 +12,9 @@ import pytest
 from support.pieces import new_pool
 
 from mpipipe import processor
+from mpipipe.attention.kernels.host import on_this_thread
 from mpipipe.errors import ArgumentError
-from mpipipe.processor import each, on_this_thread
+from mpipipe.processor import each
 
 PIECES = list(range(40))
 

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 import mpipipe
-from mpipipe.planning import parse_bytes
 from mpipipe.text import counted, exact_bytes, how_to_install, near, shown_bytes
-from mpipipe.train.config import tomllib
+from mpipipe.train.config import parse_bytes, tomllib
 
 
 def test_bytes_are_shown_in_the_largest_unit_of_which_there_is_one():

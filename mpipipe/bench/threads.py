@@ -17,8 +17,9 @@ from mpipipe import Pipeline, nn, optim, processor, schedules
 from mpipipe.attention import Local
 from mpipipe.bench.timing import Call, Repeats, compare, on_ranks, report
 from mpipipe.bench.train import beside_torch
+from mpipipe.cli import share_of_cores
 from mpipipe.errors import ArgumentError
-from mpipipe.job import Communicator, runtime, share_of_cores
+from mpipipe.job import Communicator, runtime
 from mpipipe.language.models import GPT
 from mpipipe.nn import kernels
 from mpipipe.nn.kernels import AdamWNumbers

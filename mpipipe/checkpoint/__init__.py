@@ -34,14 +34,7 @@ from mpipipe.checkpoint.owner import check_owned, is_owner_file, released_at_end
 from mpipipe.checkpoint.replicas import check_replicas
 from mpipipe.checkpoint.saver import Saver, save
 from mpipipe.checkpoint.tensor_files import NAMES, Planned, TensorFile, open_tensors, write_tensors
-from mpipipe.checkpoint.whole_folder import (
-    check_same_folder,
-    folder_identity,
-    newest_state,
-    replacing,
-    restore_folder,
-    standing_folder,
-)
+from mpipipe.checkpoint.whole_folder import newest_state, replacing, restore_folder, standing_folder
 
 # The rest is internal.
 __all__ = ["Saver", "check_replicas", "load", "newest", "read", "save"]

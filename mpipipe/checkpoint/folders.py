@@ -228,9 +228,7 @@ def read(folder: Path) -> Checkpoint:
         raise _wrong(path, f"is damaged: its checksum is {checksum} and not {written!s:.40}")
     try:
         steps = facts["optimizer_steps"]
-        contents = {}
-        for name, content in facts["files"].items():
-            contents[name] = _content(name, content)
+        contents = {name: _content(name, content) for name, content in facts["files"].items()}
         names = [array for content in contents.values() for array in content.arrays]
         if len(set(names)) < len(names):
             raise ValueError("an array is in two files")

@@ -72,11 +72,8 @@ def load(
     with group.raise_together("checkpoint.load: the arrays"):
         _check_names(saved, all_names, optimizer)
         # a save that still reads these arrays finishes first
-        writers = []
-        for item in (*adapters, optimizer):
-            if hasattr(item, "before_write"):
-                writers.append(item)
-        announce_write(*writers)
+        writers = (*adapters, optimizer)
+        announce_write(*[item for item in writers if hasattr(item, "before_write")])
         read_arrays(saved, targets)
         if optimizer is not None:
             optimizer.steps = saved.optimizer_steps or 0

@@ -30,7 +30,7 @@ from weakref import WeakKeyDictionary
 
 from mpipipe import files
 from mpipipe.errors import OwnerError
-from mpipipe.job import RankContext, RankGroup, current_rank, is_rank, write
+from mpipipe.job import RankContext, RankGroup, current_rank, is_rank, process_fields, write
 
 # turns an OSError of a folder into an error of this package
 Explain = Callable[[Path], AbstractContextManager[None]]
@@ -288,7 +288,7 @@ HIDDEN = "hidden"
 def start_of(process: int) -> str | None:
     """Return when a process of this machine began, in ticks since the boot; None if it is gone."""
     with suppress(OSError):
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        fields = process_fields(process)
         if fields[0] in "ZX":
             return None
         return fields[19]

@@ -71,10 +71,9 @@ class SaveTask:
         self._bytes = 0
         self._all_bytes = sum(array.nbytes for array in share.values())
         self._doing = "waits for its thread"
-        device = any(map(arrays.is_device, share.values()))
         # after the step that the checkpoint is of
         self._ready = None
-        if device:
+        if any(map(arrays.is_device, share.values())):
             self._ready = (arrays.current_gpu(), arrays.record())
         self.work: ThreadTask[Any] = ThreadTask(lambda: self._write(share), THREAD)
         current_rank().add_inspectable(self)

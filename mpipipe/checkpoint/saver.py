@@ -161,7 +161,11 @@ class Saver:
         try:
             states = self._group.agree("checkpoint.poll", values=[task.progress])
             if (states == FAILED).any():
-                self._fail(task)
+                problem = task.work.problem
+                # rank 0 has written no manifest, and will not
+                task.sealed = False
+                self._give_up()
+                self._group.agree("checkpoint.poll: what went wrong", error=problem)
             if not (states == ENDED).all():
                 return None
             if not task.sealed:
@@ -176,14 +180,6 @@ class Saver:
         self._task = None
         self.seconds = task.seconds
         return task.folder
-
-    def _fail(self, task: SaveTask) -> None:
-        """Raise on all ranks why it cannot be saved."""
-        problem = task.work.problem
-        # rank 0 has written no manifest, and will not
-        task.sealed = False
-        self._give_up()
-        self._group.agree("checkpoint.poll: what went wrong", error=problem)
 
     def _seal(self, task: SaveTask) -> None:
         """Let rank 0 write the manifest; all files have their names."""

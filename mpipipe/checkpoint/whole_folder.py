@@ -136,24 +136,6 @@ def newest_state(run: Path) -> Path | None:
     return max(filter(None, states), key=step_of, default=None)
 
 
-def folder_identity(path: Path) -> int | None:
-    """Return a number of this folder, until it is replaced; None if it is gone."""
-    with suppress(OSError):
-        return path.stat().st_ino
-    return None
-
-
-def check_same_folder(path: Path, before: int | None) -> None:
-    """Raise ArgumentError for a folder that was replaced; `before` is its number."""
-    if folder_identity(path) != before:
-        raise ArgumentError(
-            "the model was replaced while it was read",
-            found=f"another folder {path} than at the beginning",
-            expected="parameters that are all of one model",
-            remedy="start again: a training has left a new model there",
-        )
-
-
 def _place(target: Path) -> Path:
     """Return the folder to which a link leads: that is replaced, and the link stays."""
     if os.path.islink(target):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from mpipipe.cli.output import on_ranks, refusing, show
+from mpipipe.cli.output import on_ranks, refusing, share_of_cores, show
 
 
 def main() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from mpipipe.options import Option, kinds_of, option_of
+from mpipipe.options import Option
 
 REQUIRED = inspect.Parameter.empty
 
@@ -65,20 +65,3 @@ def _parameter(entry: inspect.Parameter, hint: Any) -> Argument:
         hint = get_args(hint)[0]
     many = get_origin(hint) is list
     return Argument(entry.name, get_args(hint)[0] if many else hint, many, entry.default, flag)
-
-
-def fields_of(config: type) -> list[Argument]:
-    """Return the fields of a configuration as parameters, under the headings of its parts."""
-    kinds = kinds_of(config)
-    headings: dict[str, str] = {}
-    for part in reversed(config.__mro__):
-        if "heading" in vars(part):
-            for entry in fields(part):
-                headings.setdefault(entry.name, vars(part)["heading"])
-    parameters = []
-    for entry in fields(config):
-        option = replace(option_of(entry), group=headings[entry.name])
-        kind = kinds[entry.name]
-        many = kind is tuple
-        parameters.append(Argument(entry.name, str if many else kind, many, entry.default, option))
-    return parameters

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -18,10 +19,12 @@ from mpipipe.job import (
     AGREED,
     Stop,
     describe_error,
+    fair_shares,
+    group_of,
     heading,
     run_or_abort,
     settings,
-    share_of_cores,
+    single_cores,
     users_frame,
 )
 from mpipipe.text import counted
@@ -128,6 +131,16 @@ def naming_exits() -> Iterator[None]:
             found=f"line {last.lineno} of {last.filename}: {last.line}",
             remedy="raise an error that says what is wrong",
         ) from leaving
+
+
+def share_of_cores() -> int:
+    """Return how many threads this rank can take; collective where a launcher gave several."""
+    cores = single_cores()
+    if settings.launcher_size(os.environ) is None:
+        return max(1, len(cores))
+    group = group_of()
+    places = group.gather("the cores of all ranks", (socket.gethostname(), sorted(cores)))
+    return fair_shares(places)[group.rank]
 
 
 def on_ranks(

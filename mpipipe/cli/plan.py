@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -19,21 +19,15 @@ from mpipipe.cli.train import (
     TaskFile,
     check_nics,
     check_task_file,
+    launch_lines,
     load_config,
     task_of,
 )
 from mpipipe.comm import Mesh, select_device
 from mpipipe.job import Communicator, group_of, runtime
 from mpipipe.options import Option, Values
-from mpipipe.planning import (
-    ORDERS,
-    Choice,
-    PlanningProblem,
-    PlanReport,
-    find_plan,
-    launch_lines,
-    table,
-)
+from mpipipe.planning import ORDERS, Choice, Plan, PlanningProblem, PlanReport, find_plan
+from mpipipe.text import shown_bytes, shown_seconds, text_table
 from mpipipe.train import (
     PLANNED,
     SafeStream,
@@ -45,6 +39,8 @@ from mpipipe.train import (
     toml_line,
 )
 
+SHOWN = 10  # plans of a table
+WIDEST = 32  # characters of a partition
 NOT_WRITTEN = ("plan", "memory_limit", "fixed", "config")
 
 
@@ -122,6 +118,30 @@ def show(report: PlanReport) -> None:
     if report.links is not None and report.best.order is not None:
         lines += launch_lines(report.best.order, report.links)
     _say(*lines)
+
+
+def table(plans: Sequence[Plan]) -> Iterator[str]:
+    """Yield the lines of a table of the best plans."""
+    rows = [_row(plan, plans[0]) for plan in plans[:SHOWN]]
+    yield from text_table([*rows[0]], [[*row.values()] for row in rows], left=(0, 3, 4))
+
+
+def _row(plan: Plan, best: Plan) -> dict[str, str]:
+    choice = plan.choice
+    partition = ",".join(map(str, choice.partition))
+    if len(partition) > WIDEST:
+        partition = f"{partition[: WIDEST - 3]}..."
+    return {
+        "schedule": choice.schedule,
+        "chunks": str(choice.chunks),
+        "micro-batches": str(choice.microbatches),
+        "layers of stages": partition,
+        "run again": choice.recomputation,
+        "step": shown_seconds(plan.seconds),
+        "bubble": f"{plan.bubble:.1%}",
+        "memory": shown_bytes(plan.peak),
+        "slower": f"{plan.seconds / best.seconds - 1:.1%}",
+    }
 
 
 def _say(*lines: str) -> None:

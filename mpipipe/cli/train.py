@@ -8,25 +8,16 @@ from functools import partial
 from typing import Annotated
 
 from mpipipe import processor, schedules
-from mpipipe.cli.flags import Operand, fields_of, parameters_of
+from mpipipe.cli.flags import Argument, Operand, parameters_of
 from mpipipe.cli.output import on_ranks, refusing, show, show_lines
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, group_of, inprocess, runtime, stop_signals
 from mpipipe.language import TextTask
 from mpipipe.language.models import GPT
-from mpipipe.options import Option, key_of
-from mpipipe.planning import (
-    NOTABLE,
-    ORDERS,
-    RankBytes,
-    launch_lines,
-    paper_costs,
-    read_links,
-    seconds_of_orders,
-    shown_seconds,
-)
+from mpipipe.options import Option
+from mpipipe.planning import ORDERS, RankBytes, read_links, seconds_of_orders
 from mpipipe.schedules import FORM, Links
-from mpipipe.text import counted, shown_bytes, text_table
+from mpipipe.text import counted, shown_bytes, shown_seconds, text_table
 from mpipipe.train import (
     MemoryEstimate,
     Task,
@@ -36,7 +27,10 @@ from mpipipe.train import (
     check_same_config,
     check_task,
     estimate_task,
+    key_of,
+    kinds_of,
     load_task,
+    option_of,
     read_keys,
     run,
 )
@@ -185,6 +179,23 @@ def task_of(config: TaskConfig, comm: Communicator) -> tuple[TaskConfig, Task]:
     return task.config, task
 
 
+def fields_of(config: type) -> list[Argument]:
+    """Return the fields of a configuration as parameters, under the headings of its parts."""
+    kinds = kinds_of(config)
+    headings: dict[str, str] = {}
+    for part in reversed(config.__mro__):
+        if "heading" in vars(part):
+            for entry in fields(part):
+                headings.setdefault(entry.name, vars(part)["heading"])
+    parameters = []
+    for entry in fields(config):
+        option = replace(option_of(entry), group=headings[entry.name])
+        kind = kinds[entry.name]
+        many = kind is tuple
+        parameters.append(Argument(entry.name, str if many else kind, many, entry.default, option))
+    return parameters
+
+
 # The help lists these before those of text.
 _OF_ANY = [entry for entry in fields_of(TaskFileConfig) if entry.name != "task"]
 GENERAL = {entry.name for entry in _OF_ANY}
@@ -195,6 +206,7 @@ train.parameters = [*parameters_of(train), *FIELDS]  # type: ignore[attr-defined
 # -- What `train --dry-run` shows: the plan of a training, and the memory of each rank -------------
 
 
+NOTABLE = 0.02  # share of a time
 COLUMNS = (
     "parameters",
     "gradients",
@@ -288,7 +300,17 @@ def sharing_lines(estimate: MemoryEstimate, links: Links, flops: float) -> list[
     if estimate.config.recompute:
         schedule = schedules.before_backwards(schedule)
     positions = plan.microbatch_rows * estimate.task.units / problem.seq
-    costs = paper_costs(problem, plan, estimate.ranks, flops / positions)
+    speed = flops / positions
+    times = []
+    for start, stop in plan.layer_ranges:
+        times.append(sum(problem.costs[start:stop]) / speed / schedule.slices)
+    costs = schedules.Costs(
+        times,
+        times,
+        times,
+        message_bytes=[size / schedule.slices for size in estimate.ranks[0].inputs],
+        gradient_bytes=problem.gradient_bytes(plan.layer_ranges),
+    )
     alone = seconds_of_orders(schedule, costs, replace(links, nic_ranks=1), problem.shape)
     shared = seconds_of_orders(schedule, costs, links, problem.shape)
     lines = [
@@ -306,6 +328,15 @@ def sharing_lines(estimate: MemoryEstimate, links: Links, flops: float) -> list[
     if max(shared.values()) > (1 + NOTABLE) * shared[best]:
         lines += launch_lines(best, links)
     return lines
+
+
+def launch_lines(order: str, links: Links) -> list[str]:
+    """Say how ranks are placed so that what this order keeps together is on one node."""
+    return [
+        f"mpipipe: place {ORDERS[order]} on a node: --mesh-order {order} and",
+        f"mpipipe: srun --distribution=block, or mpiexec --map-by ppr:{links.node_size}:node "
+        f"(MPICH: -ppn {links.node_size})",
+    ]
 
 
 def _sizes(memory: RankBytes) -> list[str]:

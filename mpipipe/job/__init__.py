@@ -36,11 +36,10 @@ if TYPE_CHECKING:
         oversubscribed,
         own_cores,
         parse_cores,
-        share_of_cores,
         single_cores,
     )
     from mpipipe.job.exit import Stop, run_or_abort
-    from mpipipe.job.group import RankGroup, collect, group_of
+    from mpipipe.job.group import RankGroup, group_of
     from mpipipe.job.preemption import Preemption, parse_duration
     from mpipipe.job.report import (
         AGREED,
@@ -66,6 +65,7 @@ if TYPE_CHECKING:
         Testable,
     )
     from mpipipe.job.wait import Condition, ThreadTask, wait_for, wait_locally
+    from mpipipe.job.watch.dump import process_fields
     from mpipipe.job.watch.watchdog import watching
 
 if not TYPE_CHECKING:  # a checker of types would take each wrong name for an object

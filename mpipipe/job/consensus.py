@@ -96,12 +96,11 @@ class Ballot:
         """Raise the same error on all ranks if they do not agree; one of them is to report it."""
         if not self.failed:
             return
-        error = self.error
-        if error is not None and not isinstance(error, MpipipeError):
-            error = ArgumentError(f"{type(error).__name__}: {error}")
         facts = {name: (repr(value), _in_words(value)) for name, value in self.facts}
         world_rank = self.groups[0].world_rank
-        reasons = [Reason(error, (self.call, self.number), self.text, facts, world_rank)]
+        reasons = [
+            Reason(_sendable(self.error), (self.call, self.number), self.text, facts, world_rank)
+        ]
         for group in self.groups:
             reasons = _gather(group, reasons, f"the reasons why ranks disagree in {self.text}")
         origin, problem = _first_problem(reasons, self.message, self.remedy)
@@ -200,7 +199,7 @@ def digest(call: str, facts: Facts) -> int:
 
 def _gather(group: RankGroup, reasons: list[Reason], what: str) -> list[Reason]:
     """Return the entries of all ranks, which all know that something is wrong."""
-    content = _pickled(reasons)
+    content = pickle.dumps(reasons)
     sizes = exchange(group, [len(content)], what)[:, 0].tolist()
     gathered: list[Reason] = []
     for block in spread(group, content, sizes, what):
@@ -210,18 +209,15 @@ def _gather(group: RankGroup, reasons: list[Reason], what: str) -> list[Reason]:
     return gathered
 
 
-def _pickled(reasons: list[Reason]) -> bytes:
-    """Return entries as bytes; an error that cannot be pickled becomes its text."""
-    try:
-        return pickle.dumps(reasons)
-    except Exception:
-        plain = []
-        for reason in reasons:
-            error = reason.error
-            if error is not None:
-                error = ArgumentError(f"{type(error).__name__}: {error}")
-            plain.append(reason._replace(error=error))
-        return pickle.dumps(plain)
+def _sendable(error: Exception | None) -> MpipipeError | None:
+    """Return an error that can be sent to other ranks; another one becomes its text."""
+    if error is None:
+        return None
+    if isinstance(error, MpipipeError):
+        with suppress(Exception):  # a class of the user's may refuse one or the other
+            pickle.loads(pickle.dumps(error))
+            return error
+    return ArgumentError(f"{type(error).__name__}: {error}")
 
 
 def spread(group: RankGroup, content: bytes, sizes: list[int], what: str) -> list[Any]:

@@ -98,7 +98,7 @@ class RankContext:
         self.long_waits: list[LongWait] = []  # one for each thread that waits
         self.long_waits_begun = 0
         self.watchdog: Watchdog | None = None  # None before the first group
-        self.watch_limit = settings.watchdog()  # seconds without progress that are a hang
+        self.watch_limit = settings.WATCHDOG.limit  # seconds without progress that are a hang
         self.ended = False  # whether the program of this rank is over
         self.unwritten = False  # some output could not be written: its exit code is 1 then
         self.recorders: set[Recorder] = set()  # note the waits of this rank
@@ -144,13 +144,9 @@ class RankContext:
 
     def progress_token(self) -> tuple[object, ...]:
         """Return a value that changes with every progress of this rank; from any thread."""
-        calls = 0
-        for group in tuple(self.groups):
-            calls += group.calls
-        tokens: list[object] = [calls, self.long_waits_begun, self.ended]
-        for thing in self.inspectables:
-            tokens.append(thing.progress_token())
-        return tuple(tokens)
+        calls = sum(group.calls for group in tuple(self.groups))
+        tokens = [thing.progress_token() for thing in self.inspectables]
+        return calls, self.long_waits_begun, self.ended, *tokens
 
     def advance(self) -> None:
         """Let everything advance that the calling thread has registered; never waits."""

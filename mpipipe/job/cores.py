@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from mpipipe.job import rank_list
-from mpipipe.job.group import group_of
-from mpipipe.job.settings import launcher_size
 from mpipipe.text import counted
 
 # Rank, host, cores and threads, as `environment.gather` has them.
@@ -74,16 +71,6 @@ TOPOLOGY = Path("/sys/devices/system/cpu")
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
-def share_of_cores() -> int:
-    """Return how many threads this rank can take; collective where a launcher gave several."""
-    cores = single_cores()
-    if launcher_size(os.environ) is None:
-        return max(1, len(cores))
-    group = group_of()
-    places = group.gather("the cores of all ranks", (socket.gethostname(), sorted(cores)))
-    return fair_shares(places)[group.rank]
-
-
 def single_cores() -> list[int]:
     """Return the cores that this process may keep busy, no more than a container's quota."""
     cores = sorted(cores_of(parse_cores(own_cores())))
@@ -117,7 +104,6 @@ def fair_shares(places: Sequence[tuple[str, Collection[int]]]) -> list[int]:
     for host, cores in places:
         # all ranks that share cores with this one, also through others
         joined = set(cores)
-        ranks = 0
         before = -1
         while before < len(joined):
             before = len(joined)

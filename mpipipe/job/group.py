@@ -289,16 +289,3 @@ def _pickled(value: object) -> tuple[bytes, Exception | None]:
         return pickle.dumps(value), None
     except Exception as caught:
         return b"", caught
-
-
-def collect(group: RankGroup, value: object) -> list[Any] | None:
-    """Return the values of all ranks in rank order on rank 0, and None on the others; collective.
-
-    Unlike those of `RankGroup.gather`, they may be too large to be on all ranks at once.
-    """
-    values = []
-    for root in range(group.size):
-        part = group.broadcast("collecting what all ranks have", value, root)
-        if group.rank == 0:
-            values.append(part)
-    return values or None

@@ -117,9 +117,7 @@ def _look_for_hang(
     waiting = any(context.long_waits for context in contexts)
     if quiet < min(limit, verdict.TELL_SECONDS) or not waiting:
         return
-    dumps = {}
-    for rank, context in enumerate(contexts):
-        dumps[rank] = make_dump(context, rank, quiet)
+    dumps = {rank: make_dump(context, rank, quiet) for rank, context in enumerate(contexts)}
     error: MpipipeError | None = verdict.mismatch(dumps)
     if error is None and quiet > limit:
         error = HangError(

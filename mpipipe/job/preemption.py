@@ -14,7 +14,6 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from pathlib import Path
 from signal import Signals
 from typing import NoReturn
 
@@ -25,6 +24,7 @@ from mpipipe.job.group import RankGroup, group_of
 from mpipipe.job.report import abort_job, heading, turn, write
 from mpipipe.job.stop_signals import StopSignals, parse_signals
 from mpipipe.job.types import Communicator
+from mpipipe.job.watch.dump import process_fields
 
 PREEMPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, "try again later"
 CALL = "Preemption.due"
@@ -323,8 +323,7 @@ class TimeLimit:
 def _age() -> float:
     """Return the seconds since this process was started; 0 where /proc does not say."""
     try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # field 22 of proc(5)
+        started = int(process_fields("self")[19]) / os.sysconf("SC_CLK_TCK")  # field 22 of proc(5)
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
     except (OSError, ValueError, IndexError, AttributeError):
         return 0.0

@@ -14,8 +14,6 @@ from math import inf
 
 from mpipipe.errors import ArgumentError, LaunchError
 
-WATCHDOG_SECONDS = "600"  # default
-
 
 @dataclass(frozen=True)
 class Variable:
@@ -25,7 +23,7 @@ class Variable:
     values: str
     # Whether a text is one of `values`; None: checked where it is read.
     accepts: Callable[[str], bool] | None = None
-    default: str = ""  # the value of a switch that is not set
+    default: str = ""  # the value of a switch or a limit that is not set
 
     def check(self, text: str | None) -> None:
         """Raise ArgumentError for a text without a meaning; an empty one means: not set."""
@@ -45,6 +43,11 @@ class Variable:
     def is_on(self) -> bool:
         """True for 1 and on; `check_settings` refuses values without a meaning."""
         return (os.environ.get(self.name) or self.default) in ("1", "on")
+
+    @property
+    def limit(self) -> float:
+        """Its seconds; inf for none, and for what `check_settings` refuses."""
+        return _seconds(os.environ.get(self.name) or self.default) or inf
 
 
 def _seconds(text: str) -> float | None:
@@ -69,6 +72,7 @@ WATCHDOG = Variable(
     "MPIPIPE_WATCHDOG",
     "a number of seconds, 1 or more; 0 for no watchdog",
     lambda text: text.strip("0.") == "" or (_seconds(text) or 0) >= 1,
+    "600",
 )
 SYNC_SENDS = Variable("MPIPIPE_SYNC_SENDS", "0 or 1", _is_switch)
 GPU_DIRECT = Variable("MPIPIPE_GPU_DIRECT", "0 or 1", _is_switch)
@@ -85,16 +89,6 @@ def check_settings() -> None:
     """Raise ArgumentError for a variable of this package whose value has no meaning."""
     for variable in VARIABLES:
         variable.check(os.environ.get(variable.name))
-
-
-def timeout() -> float:
-    """Return MPIPIPE_TIMEOUT in seconds; inf for none, and for what `check_settings` refuses."""
-    return _seconds(os.environ.get(TIMEOUT.name) or "0") or inf
-
-
-def watchdog() -> float:
-    """Return MPIPIPE_WATCHDOG in seconds; inf for none, and for what `check_settings` refuses."""
-    return _seconds(os.environ.get(WATCHDOG.name) or WATCHDOG_SECONDS) or inf
 
 
 # -- What the launcher of a job tells each of its processes, in environment variables --------------

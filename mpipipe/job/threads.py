@@ -269,11 +269,8 @@ class ThreadCommunicator:
 
     def Split(self, color: int = 0, key: int = 0) -> ThreadCommunicator:
         context = (*self.context, self._collectives, color)
-        part = []
-        for rank, (other_color, other_key) in enumerate(self.allgather((color, key))):
-            if other_color == color:
-                part.append((other_key, rank))
-        ranks = [rank for _, rank in sorted(part)]
+        everyone = sorted(self.allgather((color, key, self.rank)))
+        ranks = [rank for other_color, _, rank in everyone if other_color == color]
         members = tuple(self.members[rank] for rank in ranks)
         return ThreadCommunicator(self.world, context, members, ranks.index(self.rank))
 

@@ -109,9 +109,9 @@ class LongWait:
     The watchdog reads which ranks, `members`, must come, and the call to which all of them must
     come, `meeting`; None is a message of one. An `error` that it finds ends the wait.
 
-    Before there is a group, the world ranks `making` make a communicator together. Such a rank can
-    send nothing but word of its end. The wait may still last `grace` seconds then, for what the
-    rank has sent before.
+    Before there is a group, `members` make a communicator together. Such a rank can send nothing
+    but word of its end. The wait may still last `grace` seconds then, for what the rank has sent
+    before.
     """
 
     def __init__(
@@ -120,12 +120,12 @@ class LongWait:
         what: object,
         group: RankGroup | None = None,
         peer: int | None = None,
-        making: Ranks = (),
+        members: Ranks = (),
         meeting: Meeting | None = None,
         grace: float = 0.0,
     ) -> None:
         self.what = what or "other ranks"
-        self.members = making
+        self.members = members
         self.meeting = meeting
         self.note = ""  # others read it after `what`
         self.start = time.perf_counter()
@@ -140,7 +140,6 @@ class LongWait:
             self.meeting = (group.key, group.calls)
         self.context = context
         self.group = group
-        self.making = making
         self.grace = grace
         self.absent_since = math.inf  # when a rank was missed first
         self.known = len(context.failures)
@@ -168,11 +167,15 @@ class LongWait:
                 group.fail(self.error, f"MismatchError: {self.error}")
             raise self.error
         waited = time.perf_counter() - self.start
-        if waited > settings.timeout():
+        if waited > settings.TIMEOUT.limit:
             self._give_up(waited)
         if waited > WARNING_SECONDS and not self.warned:
             self.warned = True
-            self._warn()
+            blame = self._blame()
+            if self.meeting is None or blame or self.group is None or self.group.rank == 0:
+                logger.warning(
+                    "%s has waited %d s for %s%s", whoami(), WARNING_SECONDS, self.what, blame
+                )
 
     def raise_news(self) -> None:
         """Raise PeerError where this wait cannot end: a peer has failed, or has left."""
@@ -191,7 +194,8 @@ class LongWait:
             for concerned in (group, *group.related):
                 if concerned.failure is not None:
                     raise peer_error(concerned.failure)
-        for rank in self.making:
+            return
+        for rank in self.members:
             if rank in self.context.withdrawn:
                 raise peer_error(self.context.withdrawn[rank])
             if rank in self.context.left:
@@ -205,16 +209,9 @@ class LongWait:
             return ""
         return watchdog.blame()
 
-    def _warn(self) -> None:
-        blame = self._blame()
-        if self.meeting is None or blame or self.group is None or self.group.rank == 0:
-            logger.warning(
-                "%s has waited %d s for %s%s", whoami(), WARNING_SECONDS, self.what, blame
-            )
-
     def _give_up(self, waited: float) -> None:
         blame = self._blame()
-        limit = settings.timeout()
+        limit = settings.TIMEOUT.limit
         if self.meeting is not None and not blame and waited <= limit + GRACE_SECONDS:
             return
         rank = None
@@ -262,7 +259,7 @@ def wait_locally(ended: Callable[[float], bool], what: object) -> None:
     """Return once something of this rank has ended, as one of its threads; raise as `wait_for`.
 
     `ended(seconds)` says whether it has, and waits so long at most. A watchdog blames a rank that
-    waits for no other.
+    waits for no other. Recorders note waits for others alone.
     """
     context = current_rank()
     _wait(lambda: ended(LOOK_SECONDS), context, lambda: LongWait(context, what))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mpipipe.errors import ConfigError
-from mpipipe.options import document, option
-from mpipipe.train import TaskConfig
+from mpipipe.train import TaskConfig, document, option
 
 # what a folder says, with `from`
 FROM_FOLDER = ("vocab", "dim", "layers", "heads", "kv_heads", "hidden", "tied", "rope_base")

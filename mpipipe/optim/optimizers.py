@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -398,21 +398,13 @@ class Group:
         return bool(self.match(name, shape))
 
 
-class GroupPiece(NamedTuple):
-    """A part of the flat buffers with one learning rate and one weight decay."""
-
-    start: int
-    stop: int
-    lr: float  # factor of the optimizer's
-    weight_decay: float
-
-
 def pieces(
     stage: PipelineStage, groups: Sequence[Group], share: tuple[int, int], weight_decay: float
-) -> Iterator[GroupPiece]:
+) -> Iterator[tuple[int, int, float, float]]:
     """Cut a share of the flat buffers of a stage where groups or the decay of parameters change.
 
-    A gap goes with the parameter before it.
+    Yields start, stop, factor of the optimizer's learning rate, and weight decay of each piece. A
+    gap goes with the parameter before it.
     """
     ties = {name: key for key, names in stage.ties.items() for name in names}
     # Complex parameters have one more axis here, of real and imaginary parts.
@@ -440,7 +432,7 @@ def pieces(
             if decay is None:
                 decay = weight_decay * bool(decays)
             if start < stop:
-                yield GroupPiece(start, stop, group.lr, decay)
+                yield start, stop, group.lr, decay
 
 
 def duplicate_name_error(name: str, ranks: Sequence[int] = ()) -> ArgumentError:

@@ -48,9 +48,7 @@ class Shards:
         # Names belong to the facts, since two stages of one shape are no replicas.
         facts = []
         for flat, stage in zip(self.flats, stages):
-            shapes = {}
-            for name, gradient in stage.gradients.items():
-                shapes[name] = gradient.shape
+            shapes = {name: gradient.shape for name, gradient in stage.gradients.items()}
             facts.append((flat, getattr(stage, "dtype", None), stage.index, shapes))
         self.group.agree(
             "optim: the parameters that replicas share",
@@ -205,10 +203,7 @@ class Shards:
         parts = np.clip(np.subtract(self.ranges[number], start), 0, like.size).tolist()
         first, last = parts[self.group.rank]
         begin = start - self.share_of(number)[0]
-        if first < last:
-            part = state[begin + first : begin + last]
-        else:
-            part = state[:0]
+        part = state[begin + first : begin + last]  # both ends are equal where it has none
         return StateShard(like.shape, state.dtype, part, parts, self.group, copy)
 
 
@@ -292,11 +287,9 @@ class StateShard:
             On the host, of `shape` and `dtype`.
         """
         flat = np.ascontiguousarray(whole).reshape(-1)
-        placed: Any
+        placed: Any = np.asarray
         if arrays.is_device(self.part):
             placed = arrays.upload
-        else:
-            placed = np.asarray
         arrays.copy_into(self.part, placed(flat[slice(*self.ranges[self.group.rank])]))
         if self.copy is not None:
             kernels.of_array(self.copy).copy(placed(flat), self.copy.reshape(-1))

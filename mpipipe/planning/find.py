@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -19,7 +19,6 @@ from mpipipe.planning.problem import MeasuredRanks
 from mpipipe.planning.profile import Profile
 from mpipipe.planning.search import find_plans
 from mpipipe.schedules import Links
-from mpipipe.text import counted, shown_bytes, text_table
 
 TRIED = 3  # plans whose real steps are measured
 
@@ -108,55 +107,3 @@ def _places(group: RankGroup) -> tuple[int, str]:
     if text:
         text += ": times depend on who waits meanwhile, and predictions are rough"
     return max(Counter(place["host"] for place in places).values()), text
-
-
-# -- Plans as a table ------------------------------------------------------------------------------
-
-
-SHOWN = 10
-WIDEST = 32  # characters of a partition
-
-
-def table(plans: Sequence[Plan]) -> Iterator[str]:
-    """Yield the lines of a table of the best plans."""
-    rows = [_row(plan, plans[0]) for plan in plans[:SHOWN]]
-    yield from text_table([*rows[0]], [[*row.values()] for row in rows], left=(0, 3, 4))
-
-
-def in_words(plan: Plan) -> str:
-    """Return a plan in one line."""
-    choice = plan.choice
-    again = ""
-    if choice.recomputation != "-":
-        again = f", forwards run again: {choice.recomputation}"
-    return (
-        f"{choice.schedule}, {counted(choice.chunks, 'chunk')}, "
-        f"{counted(choice.microbatches, 'micro-batch')}, layers "
-        f"{','.join(map(str, choice.partition))}{again}: {shown_seconds(plan.seconds)} a "
-        f"step, bubble {plan.bubble:.1%}, {shown_bytes(plan.peak)} on a rank"
-    )
-
-
-def shown_seconds(seconds: float) -> str:
-    """Show seconds with four digits."""
-    if seconds >= 1:
-        return f"{seconds:.4g} s"
-    return f"{1e3 * seconds:.4g} ms"
-
-
-def _row(plan: Plan, best: Plan) -> dict[str, str]:
-    choice = plan.choice
-    partition = ",".join(map(str, choice.partition))
-    if len(partition) > WIDEST:
-        partition = f"{partition[: WIDEST - 3]}..."
-    return {
-        "schedule": choice.schedule,
-        "chunks": str(choice.chunks),
-        "micro-batches": str(choice.microbatches),
-        "layers of stages": partition,
-        "run again": choice.recomputation,
-        "step": shown_seconds(plan.seconds),
-        "bubble": f"{plan.bubble:.1%}",
-        "memory": shown_bytes(plan.peak),
-        "slower": f"{plan.seconds / best.seconds - 1:.1%}",
-    }

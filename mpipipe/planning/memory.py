@@ -1,15 +1,14 @@
-"""How much memory this machine has, how much this process holds, and how much are arrays."""
+"""How much memory this process holds, and how much of it are arrays."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
 import re
-import socket
 import sys
 import threading
 import tracemalloc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
@@ -18,29 +17,6 @@ import numpy as np
 
 from mpipipe import arrays, nn, processor
 from mpipipe.adapters import Tape
-from mpipipe.errors import ConfigError
-from mpipipe.text import exact_bytes, shown_bytes
-
-
-def machine_memory() -> int | None:
-    """Return the bytes of memory of this machine, None if the operating system does not say."""
-    return processor.bytes_of_line("MemTotal")
-
-
-def check_memory(what: str, needs: Mapping[str, int], remedy: str) -> None:
-    """Raise ConfigError if `what` needs more bytes than this machine has."""
-    total = sum(needs.values())
-    memory = machine_memory()
-    if memory is None or total <= memory:
-        return
-    listed = ", ".join(f"{shown_bytes(size)} for {name}" for name, size in needs.items())
-    raise ConfigError(
-        f"{what} does not fit into memory",
-        found=f"at least {exact_bytes(total)}: {listed}",
-        expected=f"at most {exact_bytes(memory)}, all that {socket.gethostname()} has",
-        remedy=remedy,
-    )
-
 
 # -- Resident memory of this process, where the operating system says it: on Linux -----------------
 

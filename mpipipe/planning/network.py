@@ -9,10 +9,8 @@ from operator import attrgetter
 
 from mpipipe.comm import ORDER, Coordinates, rank_at
 from mpipipe.errors import ArgumentError
-from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.planning.predict import Plan
 from mpipipe.planning.problem import PlanningProblem
-from mpipipe.planning.step_memory import RankBytes
 from mpipipe.schedules import Costs, Links, Schedule, simulate_flows
 
 # 200 Gbit/s between nodes, and of ranks that are not there eight on a node.
@@ -20,7 +18,6 @@ NIC = "5e-6,25e9,{node_size},2e-6,200e9"
 PAPER = 8
 ORDERS = {ORDER: "replicas of a stage", "data,pipe,seq": "stages of a pipeline"}
 BEST = 20  # plans that are ranked once more
-NOTABLE = 0.02  # share of a time
 
 
 def read_links(nics_per_node: int, nic: str | None, node_size: int = PAPER) -> Links:
@@ -75,30 +72,3 @@ def ranked(
         best.append(replace(plan, order=order, seconds=plan.seconds + waits))
     best.sort(key=attrgetter("seconds"))
     return [*best, *plans[BEST:]]
-
-
-def paper_costs(
-    problem: PlanningProblem, plan: LayerPlan, ranks: Sequence[RankBytes], flops: float
-) -> Costs:
-    """Return the costs of a plan by the operations of its layers.
-
-    `flops` are units of `problem.costs` that a rank makes in a second for each micro-batch.
-    """
-    slices = plan.schedule.slices
-    seconds = [sum(problem.costs[start:stop]) / flops / slices for start, stop in plan.layer_ranges]
-    return Costs(
-        seconds,
-        seconds,
-        seconds,
-        message_bytes=[size / slices for size in ranks[0].inputs],
-        gradient_bytes=problem.gradient_bytes(plan.layer_ranges),
-    )
-
-
-def launch_lines(order: str, links: Links) -> list[str]:
-    """Say how ranks are placed so that what this order keeps together is on one node."""
-    return [
-        f"mpipipe: place {ORDERS[order]} on a node: --mesh-order {order} and",
-        f"mpipipe: srun --distribution=block, or mpiexec --map-by ppr:{links.node_size}:node "
-        f"(MPICH: -ppn {links.node_size})",
-    ]

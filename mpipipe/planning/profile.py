@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
-
-from mpipipe.errors import ArgumentError
 
 
 class LayerCosts(NamedTuple):
@@ -181,39 +177,3 @@ class Profile:
     def ranks(self) -> int:
         """Number of ranks of the pipeline."""
         return len(next(iter(self.costs.values())))
-
-
-# -- Numbers of bytes as text: 8G is 8 * 2^30 ------------------------------------------------------
-
-
-UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}  # powers of two
-
-
-def parse_bytes(text: str) -> int:
-    """Read a number of bytes of at least 0, with K, M, G, T or KiB, MiB, GiB, TiB.
-
-    K is 2^10, M 2^20, G 2^30, T 2^40.
-
-    Bytes are rounded down. Raises ArgumentError where the text is something else.
-
-    Examples
-    --------
-    >>> from mpipipe.planning import parse_bytes
-    >>> parse_bytes("1.5K")
-    1536
-    """
-    short = re.sub("(?<=[KMGT])IB$", "", str(text).strip().upper())
-    unit = short[-1:]
-    if unit not in UNITS:
-        unit = ""
-    try:
-        count = float(short.removesuffix(unit))
-    except ValueError:
-        count = math.nan
-    if not 0 <= count < math.inf:
-        raise ArgumentError(
-            "no number of bytes",
-            found=repr(text),
-            expected="a finite number of at least 0, such as 900M or 1.5G",
-        )
-    return int(count * 2 ** UNITS[unit])

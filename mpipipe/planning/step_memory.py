@@ -19,14 +19,7 @@ from mpipipe.adapters import ForeignLayer, counting
 from mpipipe.arrays import Structure, Tree
 from mpipipe.pipeline import Loss, receive_window
 from mpipipe.planning.layer_plan import LayerPlan
-from mpipipe.planning.memory import (
-    array_bytes,
-    check_memory,
-    new_bytes,
-    process_bytes,
-    taking,
-    tracing,
-)
+from mpipipe.planning.memory import array_bytes, new_bytes, process_bytes, taking, tracing
 from mpipipe.planning.predict import crossings, step_peaks
 from mpipipe.planning.problem import MeasuredRanks, PlanningProblem, attentions, parameters_of
 from mpipipe.planning.profile import Sizes, joined
@@ -405,37 +398,4 @@ def _in_ring(measured: Sizes, counts: Sequence[int], problem: PlanningProblem) -
         forward=measured.forward + keys + largest * itemsize,
         backward=measured.backward + under_way,
         input_grad=measured.input_grad + under_way,
-    )
-
-
-# -- Models and batches that do not fit into this machine are refused ------------------------------
-#
-# The limits are generous. What they let through may still be too much; what they refuse could not
-# have run. Bytes are compared with all the memory of the machine, as if this rank had the machine
-# for itself and kept nothing but what is counted here. Where the operating system does not say how
-# much memory there is, nothing is refused.
-
-
-def check_training(
-    problem: PlanningProblem, plan: LayerPlan, rank: int, device: str, *, sample: int, message: int
-) -> None:
-    """Raise ConfigError if a rank surely needs more memory than this machine has.
-
-    On the host that is its parameters, gradients and state of the optimizer, the batch, and one
-    micro-batch's input of each of its layers; for a GPU, parameters as they are drawn and the
-    batch. `sample` are the bytes of inputs and targets of one sample, `message` those that a layer
-    hands to the next for a micro-batch.
-    """
-    layers = plan.layers_of(rank)
-    count = parameters_of([problem.layers[layer] for layer in layers])
-    trained = sum(problem.trained_counts[layer] for layer in layers)
-    needs = {"batch": sample * plan.rows, f"{count:,} parameters": count * problem.wide}
-    if device == "cpu":
-        state = trained * problem.wide + problem.moment_bytes(trained)
-        needs[f"gradients and state of {problem.optimizer}"] = state
-        needs["activations of one micro-batch"] = len(layers) * message
-    check_memory(
-        f"training on pipeline rank {rank}",
-        needs,
-        "lower dim, hidden, layers, batch or seq_len, or use more ranks for a pipeline",
     )

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpipipe.comm import Envelope
 from mpipipe.errors import ArgumentError
-from mpipipe.job import Communicator, RankGroup, collect, group_of, own
+from mpipipe.job import Communicator, RankGroup, group_of, own
 from mpipipe.pipeline import Pipeline, PlannedAction
 from mpipipe.schedules import Action
 from mpipipe.trace import Recorder, Wait
@@ -107,6 +107,19 @@ class Recording:
         with self._group.raise_together("the analysis of a recording"):
             if found is not None:
                 self.trace = Trace(self._schedule, found)
+
+
+def collect(group: RankGroup, value: object) -> list[Any] | None:
+    """Return the values of all ranks in rank order on rank 0, and None on the others; collective.
+
+    Unlike those of `RankGroup.gather`, they may be too large to be on all ranks at once.
+    """
+    values = []
+    for root in range(group.size):
+        part = group.broadcast("collecting what all ranks have", value, root)
+        if group.rank == 0:
+            values.append(part)
+    return values or None
 
 
 @contextmanager

@@ -164,7 +164,7 @@ def draw(
     with files.writing(
         "the picture",
         target,
-        StorageError,
+        error=StorageError,
         expected="a file in a folder that is there and may be written to",
         remedy="make the folder, or choose another one",
     ):

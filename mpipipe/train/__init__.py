@@ -7,7 +7,7 @@ The room trains any model, and knows nothing of tokens:
     task_file       a task from a file
     task_calls      how a task is called: errors, reading of batches, the loss and its metrics
     rehearsal       one batch before the first step, or for `--check`
-    config          what a user sets; one description of an option in mpipipe/options.py
+    config          what a user sets; config_fields: what its fields mean
     setup           from a task and a configuration to a trainer that runs
     trainer         the state of a training, and the loop
     report          what people and programs see; screen: where it is written
@@ -18,6 +18,7 @@ The room trains any model, and knows nothing of tokens:
 from importlib import import_module
 
 from mpipipe.train.config import PLANNED, TaskConfig, read_keys, toml_line
+from mpipipe.train.config_fields import document, key_of, kinds_of, option, option_of
 from mpipipe.train.output_folder import absolute, shared_path
 from mpipipe.train.rehearsal import check_task
 from mpipipe.train.report import Record

@@ -14,14 +14,15 @@ from typing import Self
 from mpipipe import files
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.job import parse_duration, parse_signals
-from mpipipe.options import Values, document, key_of, option, read_fields
-from mpipipe.planning import parse_bytes
+from mpipipe.options import Values
 from mpipipe.schedules import full_name, is_path
 from mpipipe.text import instead, near
+from mpipipe.train.config_fields import document, key_of, option, read_fields
 
 # What a plan decides.
 PLANNED = ("schedule", "chunks", "microbatches", "partition", "recompute", "recompute_limit")
 COUNT = re.compile(r"0*[1-9][0-9]{0,8}")
+UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}  # powers of two
 
 
 def parse_partition(text: str) -> tuple[int, ...]:
@@ -34,6 +35,36 @@ def parse_partition(text: str) -> tuple[int, ...]:
             expected="numbers of layers with commas between, such as 3,2,2,3",
         )
     return tuple(map(int, counts))
+
+
+def parse_bytes(text: str) -> int:
+    """Read a number of bytes of at least 0, with K, M, G, T or KiB, MiB, GiB, TiB.
+
+    K is 2^10, M 2^20, G 2^30, T 2^40.
+
+    Bytes are rounded down. Raises ArgumentError where the text is something else.
+
+    Examples
+    --------
+    >>> from mpipipe.train.config import parse_bytes
+    >>> parse_bytes("1.5K")
+    1536
+    """
+    short = re.sub("(?<=[KMGT])IB$", "", str(text).strip().upper())
+    unit = short[-1:]
+    if unit not in UNITS:
+        unit = ""
+    try:
+        count = float(short.removesuffix(unit))
+    except ValueError:
+        count = math.nan
+    if not 0 <= count < math.inf:
+        raise ArgumentError(
+            "no number of bytes",
+            found=repr(text),
+            expected="a finite number of at least 0, such as 900M or 1.5G",
+        )
+    return int(count * 2 ** UNITS[unit])
 
 
 def is_table(schedule: str) -> bool:

@@ -24,9 +24,10 @@ from mpipipe.checkpoint import Checkpoint
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError, OwnerError, StorageError
 from mpipipe.job import Communicator, group_of
-from mpipipe.options import Values, option_of, written
+from mpipipe.options import Values
 from mpipipe.train import report
 from mpipipe.train.config import TaskConfig, toml_line
+from mpipipe.train.config_fields import option_of, written
 from mpipipe.train.task import Task
 
 # Seconds in which a network file system shows one host what another one wrote.
@@ -46,10 +47,23 @@ def shared_path(comm: Communicator, path: str | None) -> str:
         place = os.path.abspath(path or f"runs/{datetime.now():%Y%m%d-%H%M%S}")
         if path is None:
             with using(Path(place)):
-                place = str(files.new_folder(Path(place)))
+                place = str(new_folder(Path(place)))
         return place
 
     return group_of(comm).from_one("the path of a folder", find)
+
+
+def new_folder(path: Path) -> Path:
+    """Make the folder `path`, or the first of path-2, path-3, ... that is new; return it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    place = path
+    number = 1
+    while True:
+        with suppress(FileExistsError):
+            place.mkdir()
+            return place
+        number += 1
+        place = Path(f"{path}-{number}")
 
 
 def names_in(out: Path) -> set[str]:
@@ -119,7 +133,7 @@ def finish(out: Path, comm: Communicator) -> None:
         files.writing(
             "the file that says that a training has ended",
             path,
-            StorageError,
+            error=StorageError,
             remedy="the training has ended well, and what it saved is there; make room, and write "
             "this file yourself",
         ),

@@ -10,7 +10,6 @@ from mpipipe import arrays, checkpoint, environment, files, nn
 from mpipipe.comm import Mesh, select_device
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, Preemption, RankGroup, group_of, inprocess, runtime, watching
-from mpipipe.planning import check_training
 from mpipipe.train import output_folder, report
 from mpipipe.train.config import TaskConfig, read_keys
 from mpipipe.train.report import NullReporter, Record, Reporter
@@ -20,6 +19,7 @@ from mpipipe.train.task_file import TaskFileConfig, load_task
 from mpipipe.train.trainer import Trainer, trace_folder
 from mpipipe.train.training_plan import (
     best_plan,
+    check_training,
     make_shard,
     pipe_of,
     plan_layers,

@@ -16,9 +16,10 @@ from types import ModuleType
 from mpipipe import files
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, group_of, is_users
-from mpipipe.options import NOUNS, option
+from mpipipe.options import NOUNS
 from mpipipe.text import near
 from mpipipe.train.config import TaskConfig
+from mpipipe.train.config_fields import option
 from mpipipe.train.task import Task, TaskSource
 from mpipipe.train.task_calls import line_of
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
-from mpipipe import arrays, planning, schedules
+from mpipipe import arrays, planning, processor, schedules
 from mpipipe.comm import Mesh, extents_of
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, group_of, inprocess
-from mpipipe.text import counted
+from mpipipe.text import counted, exact_bytes, shown_bytes, shown_seconds
 from mpipipe.train.config import PLANNED, TaskConfig, in_one_text, is_table
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Shape, Task
@@ -85,6 +86,51 @@ def plan_layers(
         ranges = list(pairwise(accumulate(counts, initial=0)))
     schedule = planning.completed(schedule, ranges, problem.trained_layers, config.recompute_limit)
     return planning.LayerPlan(schedule, ranges, rows).with_names(problem.layers)
+
+
+# -- Models and batches that do not fit into this machine are refused ------------------------------
+#
+# The limits are generous. What they let through may still be too much; what they refuse could not
+# have run. Bytes are compared with all the memory of the machine, as if this rank had the machine
+# for itself and kept nothing but what is counted here. Where the operating system does not say how
+# much memory there is, nothing is refused.
+
+
+def check_training(
+    problem: planning.PlanningProblem,
+    plan: planning.LayerPlan,
+    rank: int,
+    device: str,
+    *,
+    sample: int,
+    message: int,
+) -> None:
+    """Raise ConfigError if a rank surely needs more memory than this machine has.
+
+    On the host that is its parameters, gradients and state of the optimizer, the batch, and one
+    micro-batch's input of each of its layers; for a GPU, parameters as they are drawn and the
+    batch. `sample` are the bytes of inputs and targets of one sample, `message` those that a layer
+    hands to the next for a micro-batch.
+    """
+    layers = plan.layers_of(rank)
+    count = planning.parameters_of([problem.layers[layer] for layer in layers])
+    trained = sum(problem.trained_counts[layer] for layer in layers)
+    needs = {"batch": sample * plan.rows, f"{count:,} parameters": count * problem.wide}
+    if device == "cpu":
+        state = trained * problem.wide + problem.moment_bytes(trained)
+        needs[f"gradients and state of {problem.optimizer}"] = state
+        needs["activations of one micro-batch"] = len(layers) * message
+    total = sum(needs.values())
+    memory = processor.bytes_of_line("MemTotal")
+    if memory is None or total <= memory:
+        return
+    listed = ", ".join(f"{shown_bytes(size)} for {name}" for name, size in needs.items())
+    raise ConfigError(
+        f"training on pipeline rank {rank} does not fit into memory",
+        found=f"at least {exact_bytes(total)}: {listed}",
+        expected=f"at most {exact_bytes(memory)}, all that {socket.gethostname()} has",
+        remedy="lower dim, hidden, layers, batch or seq_len, or use more ranks for a pipeline",
+    )
 
 
 # -- A schedule that a configuration gives as a table of actions, not by its name ------------------
@@ -228,11 +274,25 @@ def measured_ranks(
 def best_plan(config: TaskConfig, task: Task, mesh: Mesh, device: str) -> tuple[TaskConfig, str]:
     """Return the configuration with the best plan, and a line about it; collective."""
     report = planning.find_plan(measured_ranks(config, task, mesh), device)
-    line = f"mpipipe: plan: {planning.in_words(report.best)}"
+    line = f"mpipipe: plan: {in_words(report.best)}"
     if report.oversubscribed:
         line += f" ({report.oversubscribed})"
     chosen = {name: getattr(report.best.choice, name) for name in PLANNED}
     return replace(config, plan="no", memory_limit=None, fixed=(), **chosen), line
+
+
+def in_words(plan: planning.Plan) -> str:
+    """Return a plan in one line."""
+    choice = plan.choice
+    again = ""
+    if choice.recomputation != "-":
+        again = f", forwards run again: {choice.recomputation}"
+    return (
+        f"{choice.schedule}, {counted(choice.chunks, 'chunk')}, "
+        f"{counted(choice.microbatches, 'micro-batch')}, layers "
+        f"{','.join(map(str, choice.partition))}{again}: {shown_seconds(plan.seconds)} a "
+        f"step, bubble {plan.bubble:.1%}, {shown_bytes(plan.peak)} on a rank"
+    )
 
 
 # -- On paper: for ranks that are not there --------------------------------------------------------

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpipipe.cli.output import share_of_cores
 from mpipipe.job import cores as job_cores
-from mpipipe.job.cores import cores_of, cores_text, fair_shares, oversubscribed, own_cores, parse_cores, share_of_cores
+from mpipipe.job.cores import cores_of, cores_text, fair_shares, oversubscribed, own_cores, parse_cores
 
 CORES = 4
 SETS = [set(chosen) for count in range(1, CORES + 1) for chosen in combinations(range(CORES), count)]

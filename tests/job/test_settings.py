@@ -77,10 +77,10 @@ def test_what_has_none_is_refused_with_both_sides(unset, monkeypatch, name, valu
     [("", inf, 600.0), ("0", inf, inf), ("abc", inf, inf), ("inf", inf, inf), ("2.5", 2.5, 2.5)],
 )
 def test_limits_of_a_wait_and_of_the_watchdog(unset, monkeypatch, value, wait, watchdog):
-    assert settings.timeout() == inf
+    assert settings.TIMEOUT.limit == inf
     for name in ("MPIPIPE_TIMEOUT", "MPIPIPE_WATCHDOG"):
         monkeypatch.setenv(name, value)
-    assert (settings.timeout(), settings.watchdog()) == (wait, watchdog)
+    assert (settings.TIMEOUT.limit, settings.WATCHDOG.limit) == (wait, watchdog)
 
 
 # -- launchers promise sizes, ranks, ranks on one host; a process that was promised others is not left alone -----------

@@ -18,7 +18,7 @@ from mpipipe.errors import HangError
 from mpipipe.job import inprocess, watching
 from mpipipe.job.group import RankGroup
 from mpipipe.job.types import Snapshot
-from mpipipe.job.watch.dump import Dump, RankPlace, Waits
+from mpipipe.job.watch.dump import BUSY, Dump, RankPlace, Waits
 from mpipipe.job.watch.verdict import judge, mismatch, report_lines
 
 CALL = ((0, 1), 7)
@@ -155,16 +155,26 @@ def test_a_process_that_is_stopped_is_told_from_one_that_has_died():
     assert state_of(child.pid) == "its process has ended"
 
 
+def test_the_name_of_a_process_may_be_any_bytes():
+    name = Path("/proc/self/comm")
+    before = name.read_bytes()
+    try:
+        name.write_bytes("обучение.py".encode())  # 15 bytes of it are kept
+        assert state_of(os.getpid()) in BUSY
+    finally:
+        name.write_bytes(before)
+
+
 @pytest.mark.parametrize(
-    ("status", "text"),
+    ("stat", "text"),
     [
-        ("State:\tD (disk sleep)\nVmRSS:\t9000 kB", "it waits for a disk or a file system"),
-        ("State:\tR (running)\nVmRSS:\t4000 kB", "it runs, but a call keeps its interpreter busy"),
-        ("State:\tS (sleeping)\nVmRSS:\t990000 kB", "it sleeps in a call that keeps its interpreter busy"),
+        ("77 (a (name) D) D 1 77", "it waits for a disk or a file system"),
+        ("77 (python) R 1 77", "it runs, but a call keeps its interpreter busy"),
+        ("77 (python) S 1 77", "it sleeps in a call that keeps its interpreter busy"),
     ],
 )
-def test_a_process_that_runs_sleeps_or_waits_for_a_disk_is_named_as_that(monkeypatch, status, text):
-    monkeypatch.setattr(Path, "read_text", lambda path: status if path == Path("/proc/77/status") else 1 / 0)
+def test_a_process_that_runs_sleeps_or_waits_for_a_disk_is_named_as_that(monkeypatch, stat, text):
+    monkeypatch.setattr(Path, "read_text", lambda path, **_: stat if path == Path("/proc/77/stat") else 1 / 0)
     assert state_of(77) == text
     (found,) = verdict(dump(0, for_rank(2)), silent={2: place_of(77)})
     assert found.endswith(f"it has not answered for 6 s; {text}") and "ended" not in found

@@ -7,24 +7,14 @@ import pytest
 from support.text_plan import text_plan
 
 from mpipipe import schedules
+from mpipipe.cli.plan import table
 from mpipipe.errors import ArgumentError, ConfigError
-from mpipipe.planning import (
-    Choice,
-    LayerCosts,
-    Link,
-    Profile,
-    RankCosts,
-    Sizes,
-    Space,
-    find_plans,
-    parse_bytes,
-    predict,
-    search,
-)
-from mpipipe.planning.find import in_words, table
+from mpipipe.planning import Choice, LayerCosts, Link, Profile, RankCosts, Sizes, Space, find_plans, predict, search
 from mpipipe.planning.problem import layers_with
 from mpipipe.schedules import checks
 from mpipipe.train import TrainConfig
+from mpipipe.train.config import parse_bytes
+from mpipipe.train.training_plan import in_words
 
 ROWS = 8
 NO_LINK = Link()

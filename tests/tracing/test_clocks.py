@@ -7,9 +7,9 @@ from support.made_records import made
 
 from mpipipe import schedules
 from mpipipe.job import inprocess
-from mpipipe.job.group import collect, group_of
+from mpipipe.job.group import group_of
 from mpipipe.tracing import Trace
-from mpipipe.tracing.recording import clock_offset
+from mpipipe.tracing.recording import clock_offset, collect
 
 SKEW, DRIFT = 0.050, 100e-6  # of rank r: r times as much
 

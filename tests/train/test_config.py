@@ -6,9 +6,9 @@ import math
 import pytest
 
 from mpipipe.errors import ConfigError
-from mpipipe.options import kinds_of, option_of
 from mpipipe.text import INSTEAD
 from mpipipe.train import TrainConfig
+from mpipipe.train.config_fields import kinds_of, option_of
 from mpipipe.train.task_calls import make_scaler
 
 KINDS = kinds_of(TrainConfig)

@@ -5,12 +5,11 @@ import resource
 import pytest
 from support.text_plan import text_plan
 
-from mpipipe import planning
+from mpipipe import planning, processor
 from mpipipe.errors import ConfigError, MpipipeError
 from mpipipe.language.models import GPT
-from mpipipe.planning import memory
 from mpipipe.train import TrainConfig, train
-from mpipipe.train.training_plan import problem_of
+from mpipipe.train.training_plan import check_training, problem_of
 
 ABSURD = [
     ({"chunks": 10**6, "schedule": "interleaved_1f1b"}, "the schedule is too large"),
@@ -48,18 +47,19 @@ def test_a_model_that_just_fits_is_not_refused(monkeypatch):
     for rank, count in enumerate(counts):
         layers = len(plan.layers_of(rank))
         needed = 8 * count * 4 + 16 * 4 * 128 + layers * 2 * 128 * 64 * 8
-        monkeypatch.setattr(memory, "machine_memory", lambda needed=needed: needed)
-        planning.check_training(problem, plan, rank, "cpu", sample=sample, message=message)
-        monkeypatch.setattr(memory, "machine_memory", lambda needed=needed: needed - 1)
+        monkeypatch.setattr(processor, "bytes_of_line", lambda _, needed=needed: needed)
+        check_training(problem, plan, rank, "cpu", sample=sample, message=message)
+        monkeypatch.setattr(processor, "bytes_of_line", lambda _, needed=needed: needed - 1)
         with pytest.raises(ConfigError, match=f"pipeline rank {rank}") as caught:
-            planning.check_training(problem, plan, rank, "cpu", sample=sample, message=message)
+            check_training(problem, plan, rank, "cpu", sample=sample, message=message)
         assert f"{count:,} parameters" in caught.value.found and "adamw" in caught.value.found
         # on a GPU it is that which must hold the rest
-        planning.check_training(problem, plan, rank, "cuda", sample=sample, message=message)
+        check_training(problem, plan, rank, "cuda", sample=sample, message=message)
 
 
 def test_a_machine_that_does_not_say_how_much_memory_it_has_refuses_nothing(monkeypatch):
-    assert memory.machine_memory() > 1 << 28  # this one does
-    monkeypatch.setattr(memory.processor, "bytes_of_line", lambda *_: None)
-    assert memory.machine_memory() is None
-    memory.check_memory("a training", {"parameters": 10**18}, "none")
+    assert processor.bytes_of_line("MemTotal") > 1 << 28  # this one does
+    monkeypatch.setattr(processor, "bytes_of_line", lambda *_: None)
+    config = TrainConfig(dim=64, layers=2, heads=2, batch=4, microbatches=2)
+    task, plan = text_plan(config, 2)
+    check_training(problem_of(config, task, 2, 1), plan, 0, "cpu", sample=10**18, message=1)

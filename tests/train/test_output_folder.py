@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from support.small_training import config_fixture, config_in, records
 
-from mpipipe import files
 from mpipipe.checkpoint import owner
 from mpipipe.errors import ConfigError, OwnerError, StorageError
 from mpipipe.job import inprocess
@@ -75,7 +74,7 @@ def test_only_a_training_that_has_ended_well_on_all_ranks_is_finished(comm, mpi_
 def test_two_jobs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path):
     taken = tmp_path / "runs" / "20261231-235959"
     with ThreadPoolExecutor(8) as jobs:
-        made = list(jobs.map(files.new_folder, [taken] * 8))
+        made = list(jobs.map(output_folder.new_folder, [taken] * 8))
     assert sorted(made) == [taken, *(Path(f"{taken}-{number}") for number in range(2, 9))]
     assert all(path.is_dir() for path in made)
 

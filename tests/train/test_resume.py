@@ -18,8 +18,8 @@ from mpipipe.job.consensus import agreed_by
 from mpipipe.job.group import group_of
 from mpipipe.job.preemption import Preemption
 from mpipipe.language.models import GPT
-from mpipipe.options import option_of
 from mpipipe.train import train
+from mpipipe.train.config_fields import option_of
 from mpipipe.train.trainer import Trainer
 
 pytestmark = pytest.mark.few

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
+from threading import get_ident
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -32,7 +33,18 @@ from mpipipe.arrays import float32_like, is_half, round_into, upcast
 from mpipipe.attention.kernels.interface import Gradients, KVBlock, OutLse, RowTile, row_tiles
 from mpipipe.attention.mask import Slice, in_one_band
 from mpipipe.attention.merge import merge
-from mpipipe.processor import each, on_this_thread
+from mpipipe.processor import each
+
+
+def on_this_thread(function: Callable[[], object]) -> Callable[[], None]:
+    """Return a function that calls `function` on this thread, and does nothing on others."""
+    here = get_ident()
+
+    def call() -> None:
+        if get_ident() == here:
+            function()
+
+    return call
 
 
 def _wide_block(block: KVBlock) -> KVBlock:

@@ -111,15 +111,19 @@ class RankPlace(NamedTuple):
         if self.host != socket.gethostname():
             return ""
         try:
-            status = Path(f"/proc/{self.pid}/status").read_text()
+            return STATES.get(process_fields(self.pid)[0], "")
         except FileNotFoundError:
-            if Path("/proc/self/status").exists():
+            if Path("/proc/self/stat").exists():
                 return GONE
-            return ""
         except OSError:
-            return ""
-        letter = status.partition("State:")[2].strip()[:1]
-        return STATES.get(letter, "")
+            pass
+        return ""
+
+
+def process_fields(process: int | str) -> list[str]:
+    """Return fields of proc_pid_stat(5) from the third one on, the state. Raises OSError."""
+    # The name, in parentheses, is cut after 15 bytes, which may be within a character.
+    return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
 UNKNOWN = RankPlace("", 0, True)

@@ -15,7 +15,6 @@ from math import inf
 
 from mpipipe.errors import MismatchError
 from mpipipe.job.rank_list import named
-from mpipipe.job.report import heading, write
 from mpipipe.job.types import GroupName
 from mpipipe.job.watch.dump import BUSY, Dump, Dumps, RankPlace, Waits
 from mpipipe.text import counted
@@ -32,9 +31,7 @@ def judge(
 
     Keys are world ranks. `silent` are those that have not answered, for `quiet` seconds.
     """
-    culprits = []
-    for rank, place in (silent or {}).items():
-        culprits.append(_silence(rank, place, quiet))
+    culprits = [_silence(rank, place, quiet) for rank, place in (silent or {}).items()]
     blockers = {rank: _blockers(dump, dumps) for rank, dump in dumps.items()}
     blocking = set().union(*blockers.values())
     for rank, dump in dumps.items():
@@ -49,17 +46,6 @@ def judge(
         others = f"waits for {named(blockers[rank])}, which waits too"
         culprits.append(f"{_named(dumps[rank])} {others}: {for_what}")
     return culprits
-
-
-def blame(dumps: Dumps) -> str:
-    """Say what others do that keeps a rank waiting, after "; "; "" if that is not known."""
-    culprits = judge(dumps)
-    if not culprits:
-        return ""
-    text = f"; {culprits[0]}"
-    if len(culprits) > 1:
-        text += f", and {len(culprits) - 1} ranks more"
-    return text
 
 
 def _blockers(dump: Dump, dumps: Dumps) -> set[int]:
@@ -231,10 +217,3 @@ def _first(lines: list[str], what: str) -> list[str]:
     if more <= 0:
         return lines
     return [*lines[:LISTED], f"and {counted(more, what)} more"]
-
-
-def publish(dumps: Dumps, silent: Mapping[int, RankPlace], rank: int, size: int) -> None:
-    """Write the report of world rank `rank` of `size`."""
-    quiet = dumps[rank].quiet
-    lines = [f"no rank has made progress for {quiet:.1f} s", *report_lines(dumps, silent, quiet)]
-    write("\n  ".join([heading(rank, size), *lines, f"remedy: {REMEDY}"]) + "\n")

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, cast
 from mpipipe.job import communicators, runtime, settings
 from mpipipe.job.consensus import spread
 from mpipipe.job.context import RankContext, current_rank
-from mpipipe.job.report import abort_job, turn
+from mpipipe.job.report import abort_job, heading, turn, write
 from mpipipe.job.requests import own
 from mpipipe.job.types import Communicator, MpiCommunicator, MpiRequest, Ranks
 from mpipipe.job.wait import LongWait
@@ -100,7 +100,7 @@ class Watchdog:
         """Seconds between two looks."""
         if self._question is not None or self._sending:
             return HASTE_SECONDS
-        return min(verdict.TELL_SECONDS, self.context.watch_limit, settings.timeout()) / 10
+        return min(verdict.TELL_SECONDS, self.context.watch_limit, settings.TIMEOUT.limit) / 10
 
     @property
     def window(self) -> float:
@@ -128,7 +128,13 @@ class Watchdog:
 
     def blame(self) -> str:
         """Say what others do that keeps this rank waiting, after "; "; "" if that is not known."""
-        return verdict.blame(self.dumps)
+        culprits = verdict.judge(self.dumps)
+        if not culprits:
+            return ""
+        text = f"; {culprits[0]}"
+        if len(culprits) > 1:
+            text += f", and {len(culprits) - 1} ranks more"
+        return text
 
     def open_channel(self, group: RankGroup) -> None:
         """Watch over the ranks of a group; collective."""
@@ -251,7 +257,7 @@ class Watchdog:
         channel = self._channel_of(wait.members)
         patience = self.context.watch_limit
         if channel is not None:
-            patience = min(patience, settings.timeout() / 3)
+            patience = min(patience, settings.TIMEOUT.limit / 3)
             if wait.meeting is not None:
                 patience = min(patience, verdict.TELL_SECONDS)
         rank = runtime.world().rank
@@ -288,7 +294,14 @@ class Watchdog:
         for rank in (*dumps, *self.context.left):
             silent.pop(rank, None)
         try:
-            verdict.publish(dumps, silent, world.rank, world.size)
+            quiet = dumps[world.rank].quiet
+            lines = [
+                heading(world.rank, world.size),
+                f"no rank has made progress for {quiet:.1f} s",
+                *verdict.report_lines(dumps, silent, quiet),
+                f"remedy: {verdict.REMEDY}",
+            ]
+            write("\n  ".join(lines) + "\n")
         finally:
             abort_job(world, verdict.HUNG)
 
@@ -315,7 +328,7 @@ def watching(seconds: float | None) -> Iterator[None]:
     before = context.watch_limit
     context.watch_limit = seconds or inf
     if seconds is None:
-        context.watch_limit = settings.watchdog()
+        context.watch_limit = settings.WATCHDOG.limit
     if context.watchdog is not None:
         context.watchdog.start()
     try:

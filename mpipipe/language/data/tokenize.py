@@ -209,5 +209,5 @@ def _text_of(line: bytes, place: str) -> str:
 def writing(path: Path) -> AbstractContextManager[None]:
     """Turn an OSError within into the error for a file that cannot be written."""
     return files.writing(
-        "the tokens", path, StorageError, remedy="make room, or choose another --out"
+        "the tokens", path, error=StorageError, remedy="make room, or choose another --out"
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +24,6 @@ from mpipipe.arrays import Array, Shape
 from mpipipe.attention import Local
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError
-from mpipipe.even_split import consecutive_bins
 from mpipipe.job import Communicator, group_of
 from mpipipe.language.data.tokenizer import NAME, Tokenizer, open_tokenizer
 from mpipipe.language.models import huggingface, weights
@@ -83,8 +83,13 @@ class ModelFolder:
             for stage in stages:
                 stage.sync_compute()
         with group.raise_together("loading the model: whether it is one"):
-            if group.rank == 0:  # rank 0 has opened the folder
-                checkpoint.check_same_folder(self.path, self.inode)
+            if group.rank == 0 and identity_of(self.path) != self.inode:  # it opened the folder
+                raise ArgumentError(
+                    "the model was replaced while it was read",
+                    found=f"another folder {self.path} than at the beginning",
+                    expected="parameters that are all of one model",
+                    remedy="start again: a training has left a new model there",
+                )
 
     def with_slices(self, count: int) -> ModelFolder:
         """Return the folder of the model with its head in `count` slices, or raise ConfigError."""
@@ -123,6 +128,13 @@ class ModelFolder:
         return None
 
 
+def identity_of(path: Path) -> int | None:
+    """Return a number of this folder, until it is replaced; None if it is gone."""
+    with suppress(OSError):
+        return path.stat().st_ino
+    return None
+
+
 def _open_training(path: Path) -> ModelFolder | None:
     """Open the checkpoint at `path`, or the newest one below it; None if there is none."""
     folder: Path | None = path
@@ -130,7 +142,7 @@ def _open_training(path: Path) -> ModelFolder | None:
         folder = checkpoint.newest(checkpoint.standing_folder(path))
     if folder is None:
         return None
-    inode = checkpoint.folder_identity(folder)
+    inode = identity_of(folder)
     saved = checkpoint.read(folder)
     sizes = saved.state.get("model")
     dtypes = {}
@@ -173,7 +185,7 @@ def _open_huggingface(path: Path) -> ModelFolder | None:
     names = (CONFIG, SINGLE, INDEX, *PICKLES)
     if not any(files.exists(path / name) for name in names):
         return None
-    inode = checkpoint.folder_identity(path)
+    inode = identity_of(path)
     opened = huggingface.open_folder(path)
     # float32 holds bfloat16 and float16 as they are
     dtype = "float32"
@@ -257,10 +269,12 @@ def groups_of(model: GPT, most: int, itemsize: int) -> list[dict[str, Shape]]:
         layer = min(int(name.partition(".")[0]), 2 * model.layers + 1)
         shapes.setdefault(layer, {})[name] = entry.shape
         sizes[layer] += entry.size * itemsize
-    groups = []
-    for layers in consecutive_bins(sizes.items(), most):
-        group: dict[str, Shape] = {}
-        for layer in layers:
-            group.update(shapes[layer])
-        groups.append(group)
+    groups: list[dict[str, Shape]] = []
+    filled = 0
+    for layer, size in sizes.items():
+        if not groups or filled + size > most:
+            groups.append({})
+            filled = 0
+        groups[-1].update(shapes[layer])
+        filled += size
     return groups

@@ -124,7 +124,7 @@ def explained(target: Path) -> AbstractContextManager[None]:
     return files.writing(
         "the model folder",
         target,
-        StorageError,
+        error=StorageError,
         expected="a folder with room, on a file system that all ranks share",
         remedy="make room, or choose another folder",
     )
