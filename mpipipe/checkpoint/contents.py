@@ -1,4 +1,11 @@
-"""The arrays of a rank in a checkpoint, by their names in the whole model."""
+"""The arrays of a rank in a checkpoint, by their names in the whole model.
+
+parameters/<name>                    of every stage, with the state of modules of PyTorch
+first/<name>, second/<name>, ...     of the optimizer
+manifest.json (folders.py)           step, what each file holds, and what the caller gives as
+                                     `state`: a training its configuration, its last record, the
+                                     steps taken and the loss scale (train/trainer.py, `_state`)
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """Schedules by name, and advice which one to take.
 
 A new schedule is a function that returns a `Schedule`, such as those of classic.py, an entry in one
-of the tables below, and a test; docs/own-schedule.md shows one.
+of the tables below, a test, and a line in docs/schedule-reference.md; CONTRIBUTING.md lists the
+steps. A function in a table takes (ranks, microbatches) or (ranks, chunks, microbatches), and by
+keyword `slices`; those of `WITH_COSTS` take `costs`, too. Pipelines take schedules of any function.
 """
 
 from __future__ import annotations

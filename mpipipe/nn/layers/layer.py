@@ -1,7 +1,9 @@
 """A layer: a pair of array functions, whose backward can be split in two.
 
 docs/layers.md says how to write one: a subclass of `Layer` with `declared`, `forward`,
-`backward_input` and `backward_weight`.
+`backward_input` and `backward_weight`. It is registered nowhere: `nn.Stage` takes it as it is. One
+that comes into the package also stands in `__all__` of mpipipe/nn/__init__.py, in a table of that
+page, and in a test (CONTRIBUTING.md).
 """
 
 from __future__ import annotations
