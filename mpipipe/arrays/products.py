@@ -104,14 +104,14 @@ def _summed_exactly(handle: int) -> int:
     return handle
 
 
-class _OfThread(threading.local):
+class _ThreadHandles(threading.local):
     """`exact` sets a handle of the thread when it meets it, and returns it."""
 
     def __init__(self) -> None:
         self.exact = cache(_summed_exactly)
 
 
-_own = _OfThread()
+_own = _ThreadHandles()
 
 
 def gemm(
