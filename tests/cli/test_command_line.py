@@ -119,3 +119,6 @@ def test_one_rank_reads_for_all_but_one_with_other_arguments_reads_its_own(launc
     job = launch(2, [script, "run", str(tmp_path / "a.py")])
     assert job.returncode == 0, job.stderr
     assert sorted(job.stdout.splitlines()) == ["script a", "script b"]
+    script.write_text(RANKS.format(other=["train", "--bogus"]))
+    job = launch(2, [script, "run", str(tmp_path / "a.py")])
+    assert job.returncode != 0 and "there is no option --bogus" in job.stderr, job

@@ -2,13 +2,10 @@
 
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
-from support.launch import ROOT, job_environment, mpiexec
-from support.small_training import training_job
-from train.test_kills import NEVER, TRAINING, outcome
+from support.launch import ROOT, job_environment
 
 pytestmark = pytest.mark.jobs
 # a job that makes one checkpoint in each start, as `steps` says, and ends with a code of `codes`; "silent" is a 0
@@ -143,18 +140,3 @@ def test_a_signal_is_passed_on_and_nothing_is_started_again(tmp_path):
     error = job.communicate(timeout=20)[1]
     assert job.returncode == 75 and (tmp_path / "starts").read_text() == "start\nsaved\n", error
     assert "supervised job ended exit=75 on SIGUSR2" in error
-
-
-@pytest.mark.long
-def test_a_killed_rank_costs_a_start_and_no_bit(launch, tmp_path):
-    words = [*training_job(tmp_path, TRAINING), tmp_path / "whole", 0, *NEVER, 2, 8, False, ""]
-    whole = launch(2, [str(word) for word in words])
-    assert whole.returncode == 0, whole.stderr
-    (tmp_path / "job.sh").write_text(
-        'echo start >> starts; moment=1000000000; [ "$(wc -l < starts)" != 1 ] || moment=30\n'
-        f'exec "{mpiexec()}" -n 2 "{sys.executable}" script.py text.txt killed 1 call $moment 2 8 False ""\n'
-    )
-    command, env = ["bash", ROOT / "jobs/supervise.sh", "bash", "job.sh"], {"CHECKPOINTS": "killed/checkpoints"}
-    job = subprocess.run(command, cwd=tmp_path, timeout=60, capture_output=True, text=True, env=job_environment(env))
-    assert job.returncode == 0 and (tmp_path / "starts").read_text() == "start\nstart\n", job
-    assert outcome(tmp_path / "killed") == outcome(tmp_path / "whole")

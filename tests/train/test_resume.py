@@ -1,6 +1,5 @@
 """A training that is cut short goes on as if nothing had been: on the same ranks to the bit, on others to rounding."""
 
-import resource
 import shutil
 from dataclasses import fields
 from functools import partial
@@ -175,18 +174,6 @@ def test_what_a_sharded_training_begins_with_and_leaves_is_that_of_one_without_s
     assert ends[0] == ends[1] and len(ends[0][2]) > 1
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_training_on_a_gpu_is_resumed_to_the_bit(gpu, comm, config, cut_short, dtype):
-    whole, parts = (config(name, dtype=dtype, device="cuda", resume="auto") for name in ("whole", "parts"))
-    train(whole, GPT, comm)
-    cut_short(parts, comm, 5)
-    train(parts, GPT, comm)
-    comm.Barrier()
-    assert records(parts) == records(whole)
-    assert arrays_of(parts) == arrays_of(whole)
-
-
 def test_every_key_may_change_or_must_stay(comm, config, cut_short):
     """A resume with another value of any key is refused, or gives a training."""
     first = config()
@@ -299,29 +286,6 @@ def test_at_most_so_many_checkpoints_stay_and_none_without_the_option(comm, conf
         found = checkpoint.find(Path(config(name).out, "checkpoints"))
         assert [path.name for path in found] == [f"step-0000000{step}" for step in steps]
     assert len(times) >= 5
-
-
-def test_a_disk_that_is_full_at_a_checkpoint_ends_the_training_which_goes_on_from_the_one_before(
-    comm, config, monkeypatch
-):
-    chosen = config(resume="auto")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def step(self, number, original=Trainer.step):
-        if number == 5 and comm.rank == comm.size - 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-        return original(self, number)
-
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(Trainer, "step", step)
-            with pytest.raises(ArgumentError, match="checkpoint cannot be written"):
-                train(chosen, GPT, comm)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert checkpoint.newest(chosen.out).name == "step-00000004"
-    comm.Barrier()
-    assert train(chosen, GPT, comm).step == 6
 
 
 def test_auto_begins_in_a_new_folder_and_in_none_that_is_somebody_elses(comm, config):

@@ -187,16 +187,6 @@ def test_groups_freezing_and_an_optimizer_of_its_own(tmp_path):
             parameters(Slow, 3, "refused")
 
 
-@pytest.mark.parametrize(("freeze", "trained"), [((), 67), (("1.*",), 40), (("1.*", "*lora_A"), 24)])
-def test_it_says_how_many_parameters_are_trained(freeze, trained):
-    class Adapted(Field):
-        def __init__(self):
-            self.freeze = freeze
-            self.outline = [*nn.LoRA(2, 4.0, ["linear"]).apply([nn.Linear(8, 12, bias=False)]), nn.Linear(8, 3)]
-
-    assert Adapted().parameters_in_words() == f"163 parameters of which {trained} are trained"
-
-
 def test_the_bubble_counts_the_wait_for_a_batch(tmp_path, monkeypatch):
     class Late(Field):
         seconds = 0.0
