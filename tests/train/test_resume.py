@@ -1,5 +1,6 @@
 """A training that is cut short goes on as if nothing had been: on the same ranks to the bit, on others to rounding."""
 
+import json
 import shutil
 from dataclasses import fields
 from functools import partial
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.damage import flipped, sealed
 from support.small_training import MODEL, config_fixture, records
 from support.tolerance import close
 from support.training_tolerance import curve, path
@@ -211,6 +213,13 @@ def test_a_model_with_windows_and_a_scaling_goes_on_and_no_other_model_does(comm
     assert train(config(resume="auto"), architecture, comm).step == 6
 
 
+def without_sizes(manifest):
+    facts = json.loads(manifest)
+    facts["state"]["model"] = [1]
+    return sealed(facts).encode()
+
+
+NEWEST = "checkpoints/step-00000004"
 REFUSED = [
     (dict(resume="auto", data="other"), "on other data"),
     (dict(resume="auto", steps=3), "past the end"),
@@ -218,7 +227,9 @@ REFUSED = [
     (dict(resume="absent"), "no checkpoint is here"),
     (dict(resume="checkpoint", out="elsewhere"), "not empty"),
     (dict(from_="absent", out="new"), "no model is here"),
-    (dict(resume="auto", damaged=True), "metrics of a training to go on with cannot be used"),
+    (dict(resume="auto", damaged=("metrics.jsonl", lambda whole: b"precious")), "metrics of a training to go on with"),
+    (dict(resume="auto", damaged=(f"{NEWEST}/part-0.safetensors", flipped(-1))), "checksum"),
+    (dict(resume="auto", damaged=(f"{NEWEST}/manifest.json", without_sizes)), "not one of `mpipipe train`"),
 ]
 
 
@@ -230,10 +241,12 @@ def test_what_cannot_be_resumed_is_refused_on_every_rank_and_nothing_is_changed(
         (mpi_tmp_path / "elsewhere").mkdir()
         (mpi_tmp_path / "elsewhere" / "mine").write_text("precious")
     for keys, match in REFUSED:
-        comm.Barrier()
         keys = dict(keys)
-        if keys.pop("damaged", False) and comm.rank == 0:
-            Path(first.out, "metrics.jsonl").write_text("precious")
+        name, damage = keys.pop("damaged", ("train.log", bytes))
+        whole = Path(first.out, name).read_bytes()
+        comm.Barrier()
+        if comm.rank == 0:
+            Path(first.out, name).write_bytes(damage(whole))
         if keys.get("resume") == "checkpoint":
             keys["resume"] = str(checkpoint.newest(first.out))
         if "out" in keys:
@@ -248,6 +261,10 @@ def test_what_cannot_be_resumed_is_refused_on_every_rank_and_nothing_is_changed(
         comm.Barrier()
         assert content(mpi_tmp_path) == before, match
         assert caught.value.remedy
+        comm.Barrier()
+        if comm.rank == 0:
+            Path(first.out, name).write_bytes(whole)
+        comm.Barrier()
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ from mpipipe.checkpoint import open_tensors
 from mpipipe.cli.plan import write
 from mpipipe.cli.train import load_config
 from mpipipe.errors import ArgumentError, ConfigError
-from mpipipe.job import inprocess, settings
+from mpipipe.job import inprocess
 from mpipipe.train import TaskFileConfig, load_task, run
 
 WAVES = """
@@ -127,12 +127,6 @@ def test_a_rate_of_ones_own_is_stepped_with_and_written_and_a_folder_with_checkp
     assert first == last and validations(out["constant"])[-1] != first
     with pytest.raises(ConfigError, match=r"is not empty(.|\n)*with --resume auto"):
         train(load_config(str(waves), None, **KEYS, out=str(out["frozen"])))
-
-
-@pytest.fixture
-def alone(monkeypatch):
-    """A command of one process runs, although mpiexec has started the tests."""
-    monkeypatch.setattr(settings, "launcher_size", lambda environment: None)
 
 
 @pytest.mark.parametrize("place", ["weights", "checkpoints"])
