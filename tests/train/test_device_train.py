@@ -5,13 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gpu_emulator.fixture import own_gpus
 from support.small_training import MODEL, config_fixture, metrics
 from support.tolerance import close, close_norm
 from support.training_tolerance import curve, path, roundings
 
 from mpipipe import arrays, optim
-from mpipipe.comm.nccl import sums
 from mpipipe.errors import BackendError, NonFiniteError
 from mpipipe.language.models import GPT
 from mpipipe.train import train
@@ -115,32 +113,3 @@ def test_a_training_leaves_the_null_stream_alone(gpu, comm, config, seq):
     train(config(device="cuda", dtype="bfloat16", seq=seq, sample_bytes=4), GPT, comm)
     assert gpu.machine.launches and gpu.machine.null_launches == []
     assert arrays.stream() == before
-
-
-@pytest.mark.long
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("dtype, pipe", [("float16", 2), ("float32", 1)])
-def test_a_training_by_nccl_takes_the_steps_of_one_by_mpi(comm, config, monkeypatch, dtype, pipe):
-    """Sums start as layers end; with two replicas at most all bits are the same.
-
-    So they are with a sharded optimizer.
-    """
-    if comm.size != 2 * pipe and comm.size != 2:
-        pytest.skip("more than two replicas add in another order")
-    monkeypatch.setenv("MPIPIPE_TIMEOUT", "60")
-    monkeypatch.setattr(sums, "BUCKET_BYTES", 4096)
-    kept, step = [], Trainer.step
-
-    def watched(self, number):
-        kept.append(self.pipeline.ranks.sums_by_nccl)
-        return step(self, number)
-
-    monkeypatch.setattr(Trainer, "step", watched)
-    curves = []
-    with own_gpus(comm.rank, one_queue=True):
-        for nccl, sharded in (("off", False), ("auto", False), ("auto", True)):
-            monkeypatch.setenv("MPIPIPE_NCCL", nccl)
-            small = dict(device="cuda", dtype=dtype, pipe=pipe, layers=4)
-            curves.append(curve_of(config(f"{nccl} {sharded}", shard_optimizer=sharded, **small), comm))
-    assert curves == [curves[0]] * 3 and len(curves[0]) == 5
-    assert kept == [False] * 5 + [True] * 10
