@@ -11,7 +11,7 @@ import pytest
 from support import harness
 from support.small_training import MODEL, config_fixture, metrics
 from support.tolerance import close
-from support.training_tolerance import curve, path
+from support.training_tolerance import close_curves
 
 from mpipipe import optim
 from mpipipe.errors import ArgumentError, BackendError, ConfigError, DataError, MismatchError, NonFiniteError
@@ -31,13 +31,6 @@ STEPS = 1000 if harness.AT_LENGTH else 400
 
 
 config = config_fixture(steps=6, eval_every=3)
-
-
-def close_curves(found, expected, dtype="float64", lr=1e-2):
-    """Numbers of each step of two of these small trainings."""
-    found, expected = np.array(found), np.array(expected)
-    growth = curve(MODEL, len(found), lr).reshape(-1, *[1] * (found.ndim - 1))
-    close(found, expected, path(MODEL, 8 * MODEL.seq_len), growth * np.abs(expected), dtype=dtype)
 
 
 def test_a_training_learns_and_says_so(comm, config, capsys):
@@ -74,7 +67,7 @@ def test_loss_curves_of_all_cuts_agree_to_rounding(comm, config, tied, steps):
         train(chosen, GPT, comm)
         curves.append([[entry["loss"], entry["grad_norm"], entry["lr"]] for entry in metrics(chosen)[1:]])
     for other in curves[1:]:
-        close_curves(other, curves[0], lr=chosen.lr)
+        close_curves(other, curves[0], MODEL, rate=chosen.lr)
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_seed_does_not(comm, config):
@@ -196,7 +189,7 @@ def test_sharing_sequences_does_not_change_the_training(comm, config, layout):
     train(sharded, GPT, comm)
     both = [metrics(chosen) for chosen in (config(f"whole-{comm.rank}"), sharded)]
     for key in ("loss", "validation", "grad_norm"):
-        close_curves(*([entry[key] for entry in entries if key in entry] for entries in both))
+        close_curves(*([entry[key] for entry in entries if key in entry] for entries in both), MODEL)
 
 
 @pytest.mark.long
