@@ -10,19 +10,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from support.saved_model import fill, trained, values
+from support.saved_model import STATE, fill, saved, trained, values
 
 from mpipipe import Mesh, arrays, checkpoint, nn, optim
 from mpipipe.checkpoint import folders, tensor_files
 from mpipipe.errors import ArgumentError, MismatchError
-
-STATE = {"loss": 0.1, "clip": float("inf"), "list": [1, None, True, "text \N{SNOWMAN}"], "nested": {"a": {}}}
-
-
-def saved(comm, root, pipe, step=3, **keys):
-    with Mesh(comm, pipe=pipe) as mesh:
-        stages, optimizer = trained(mesh, **keys)
-        return checkpoint.save(root, mesh, stages, fill(optimizer), step=step, state=STATE)
 
 
 def loaded(comm, path, pipe, parameters_alone=False, **keys):

@@ -87,6 +87,19 @@ def test_a_command_is_not_run_to_find_out_what_it_is(tmp_path):
     assert (tmp_path / "starts").read_text() == "--resume auto --out run\n"
 
 
+def signalled(folder, command, file, number, **variables):
+    """(exit code, stderr) of a supervisor that gets this signal once its job has made a file."""
+    command = ["bash", ROOT / "jobs/supervise.sh", *command, "--resume", "auto", "--out", "run"]
+    job = subprocess.Popen(command, cwd=folder, env=job_environment(variables), stderr=subprocess.PIPE, text=True)
+    stop = time.monotonic() + 20
+    while not (folder / file).exists():
+        assert time.monotonic() < stop
+        time.sleep(0.02)
+    job.send_signal(number)
+    error = job.communicate(timeout=20)[1]
+    return job.returncode, error
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "beside", "code"),
@@ -99,15 +112,8 @@ def test_each_launcher_gets_the_signal_that_lets_its_ranks_save(tmp_path, name, 
     for path in (folder / name, folder / beside):
         path.write_text(text)
         path.chmod(0o755)
-    env = job_environment()
-    command = ["bash", ROOT / "jobs/supervise.sh", name, "--resume", "auto", "--out", "run"]
-    job = subprocess.Popen(command, cwd=tmp_path, env={**env, "PATH": f"{folder}:{env['PATH']}"})
-    stop = time.monotonic() + 20
-    while not (tmp_path / "up").exists():
-        assert time.monotonic() < stop
-        time.sleep(0.02)
-    job.send_signal(signal.SIGTERM)
-    assert job.wait(20) == code
+    path = f"{folder}:{job_environment()['PATH']}"
+    assert signalled(tmp_path, [name], "up", signal.SIGTERM, PATH=path)[0] == code
 
 
 @pytest.mark.parametrize("code", ["2", "75"])
@@ -130,13 +136,6 @@ def test_a_signal_is_passed_on_and_nothing_is_started_again(tmp_path):
     (tmp_path / "job.sh").write_text(
         "trap 'sleep 0.5; echo saved >> starts; exit 75' TERM; echo start >> starts; while :; do sleep 0.05; done"
     )
-    command = ["bash", ROOT / "jobs/supervise.sh", "bash", "job.sh", "--resume", "auto", "--out", "run"]
-    job = subprocess.Popen(command, cwd=tmp_path, env=job_environment(), stderr=subprocess.PIPE, text=True)
-    stop = time.monotonic() + 20
-    while not (tmp_path / "starts").exists():
-        assert time.monotonic() < stop
-        time.sleep(0.02)
-    job.send_signal(signal.SIGUSR2)
-    error = job.communicate(timeout=20)[1]
-    assert job.returncode == 75 and (tmp_path / "starts").read_text() == "start\nsaved\n", error
+    code, error = signalled(tmp_path, ["bash", "job.sh"], "starts", signal.SIGUSR2)
+    assert code == 75 and (tmp_path / "starts").read_text() == "start\nsaved\n", error
     assert "supervised job ended exit=75 on SIGUSR2" in error

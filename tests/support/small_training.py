@@ -67,12 +67,9 @@ def records(config):
 
 
 JOB = """
-import errno, json, os, resource, signal, subprocess, sys, threading, time
+import os, signal, sys, threading
 from pathlib import Path
-from mpipipe import files
-from mpipipe.checkpoint import owner, tensor_files
 from mpipipe.job import runtime
-from mpipipe.job.context import current_rank
 from mpipipe.job.exit import run_or_abort
 from mpipipe.language.models import GPT
 from mpipipe.train import TaskFileConfig, TrainConfig, load_task, run, train

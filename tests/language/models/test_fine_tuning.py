@@ -22,15 +22,9 @@ LORA = "2,4,q_proj,v_proj,down_proj"
 
 
 @pytest.fixture
-def base(comm, mpi_tmp_path):
-    """A model folder of a Llama, written by hand."""
-    if comm is None:
-        return None
-    if comm.rank == 0:
-        config = theirs.CONFIGS["llama"]
-        theirs.write_folder(Path(mpi_tmp_path, "base"), config, theirs.tensors_of(config))
-    comm.Barrier()
-    return Path(mpi_tmp_path, "base")
+def base(comm, folder):
+    """A model folder of a Llama."""
+    return None if comm is None else folder()[0]
 
 
 @pytest.fixture
