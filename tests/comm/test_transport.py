@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from support.around import check_every_shape, check_names, envelopes, go_round, neighbours
+from support.around import check_every_shape, check_names, envelopes
 
 from mpipipe.comm.mailbox import Mailbox
 from mpipipe.comm.transport.host import Transport, check_sendable
@@ -18,21 +18,10 @@ class Short(Transport):
     piece_bytes = 4000
 
 
-class Pieces(Transport):
-    piece_bytes = 10_000
-
-
 @pytest.mark.parametrize("kind", DTYPES, ids=str)
 def test_every_dtype_and_shape_goes_round_the_ring(comm, kind):
     transport = Short(comm, 2, synchronous=True)
     check_every_shape(comm, transport, kind, np.asarray)
-    transport.close()
-
-
-def test_long_arrays_travel_in_pieces(comm):
-    transport, received = Pieces(comm), np.empty(123_457)
-    go_round(comm, transport, np.arange(123_457.0) + comm.rank, received, 0, 1)
-    np.testing.assert_array_equal(received, np.arange(123_457.0) + neighbours(comm)[1])
     transport.close()
 
 
