@@ -10,13 +10,13 @@ from support import saved_model
 from support.saved_model import MODEL, cut, load_weights
 from support.tolerance import close_norm
 from support.training_tolerance import path, roundings
-from support.windows import generate, validation_batch
+from support.windows import validation_batch
 
 from mpipipe import Mesh, checkpoint, nn, schedules
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.language.data import find
-from mpipipe.language.inference.generation import build_decoder, shown
+from mpipipe.language.inference.generation import Sampling, answers, build_decoder, shown
 from mpipipe.language.inference.prompts import Bytes
 from mpipipe.language.models import GPT, weights
 from mpipipe.language.models.model_folder import open_model, open_on_all
@@ -131,8 +131,8 @@ def test_a_training_leaves_the_weights_whose_loss_and_sample_it_reports(comm, mp
     with Mesh(comm) as alone:
         plan = LayerPlan(schedules.gpipe(1, 1), [(0, 6)], rows=1)
         with build_decoder(found.model, plan, alone, kept, 52, lambda own: load_weights(out, own)) as decoding:
-            answer = generate(decoding, prompt, 20, temperature=0.8, seed=config.seed)
-    assert (shown(Bytes().decode(prompt + answer)) in printed) == (comm.rank == 0)
+            (answer,) = answers(decoding, [prompt], 20, Sampling(0.8, config.seed))
+    assert (shown(Bytes().decode(prompt + bytes(answer.tokens))) in printed) == (comm.rank == 0)
 
 
 def test_weights_that_are_not_finite_are_refused(comm, mpi_tmp_path):
