@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from support.harness import on_rank_0
 from support.saved_model import STATE, fill, saved, trained, values
 
 from mpipipe import Mesh, arrays, checkpoint, nn, optim
@@ -217,16 +218,11 @@ def test_another_model_is_refused_with_the_array_that_differs(comm, mpi_tmp_path
 def test_a_file_that_one_rank_does_not_see_is_named_and_without_a_manifest_there_is_no_checkpoint(comm, mpi_tmp_path):
     path = saved(comm, mpi_tmp_path, comm.size)
     part = path / f"part-{comm.size - 1}.safetensors"
-    comm.Barrier()
-    if comm.rank == 0:
-        part.unlink()
-    comm.Barrier()
+    on_rank_0(comm, part.unlink)
     with pytest.raises(ArgumentError, match=r"cannot be read") as caught:
         loaded(comm, path, comm.size)
     assert f"{part} on {os.uname().nodename}" in caught.value.found
-    if comm.rank == 0:
-        (path / "manifest.json").unlink()
-    comm.Barrier()
+    on_rank_0(comm, (path / "manifest.json").unlink)
     assert checkpoint.newest(mpi_tmp_path) is None
     for place in (path, mpi_tmp_path, mpi_tmp_path / "absent"):
         with pytest.raises(ArgumentError, match="no checkpoint is here"):

@@ -10,6 +10,7 @@ import time
 from dataclasses import asdict, replace
 
 import pytest
+from support.harness import on_rank_0
 from support.saved_model import trained
 
 from mpipipe import Mesh, checkpoint
@@ -236,9 +237,7 @@ def test_a_folder_that_cannot_be_made_or_is_another_jobs_is_an_error_on_all_rank
         (mpi_tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="file/run"):
         owner.take_folder(mpi_tmp_path / "file" / "run", group_of(comm), folders.explained)
-    if comm.rank == 0:
-        leave(mpi_tmp_path, record(process=os.getppid()))
-    comm.Barrier()
+    on_rank_0(comm, leave, mpi_tmp_path, record(process=os.getppid()))
     with pytest.raises(OwnerError, match="another job owns the folder"):
         owner.take_folder(mpi_tmp_path, group_of(comm), folders.explained)
     assert owner.owner_of(mpi_tmp_path) is None

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.harness import on_rank_0
 from support.small_training import config_in, records
 from support.token_files import random_documents, write_tokens
 from support.tolerance import close, largest
@@ -186,9 +187,7 @@ def test_a_source_of_the_users_own_gives_the_training_of_its_file(comm, config, 
 
 
 def test_data_that_do_not_fit_are_one_error_on_all_ranks_before_anything_is_written(comm, config, mpi_tmp_path):
-    if comm.rank == 0:
-        (mpi_tmp_path / "tokenizer.json").write_text("{}")
-    comm.Barrier()
+    on_rank_0(comm, (mpi_tmp_path / "tokenizer.json").write_text, "{}")
     for keys, error, match in [
         (dict(vocab=VOCAB - 1), DataError, "another vocabulary"),
         (dict(tokenizer=str(mpi_tmp_path)), ConfigError, "another tokenizer"),

@@ -88,6 +88,14 @@ def _estimate(item, known) -> float:
     return 2.0 if starts_jobs(item) else 0.1
 
 
+def on_rank_0(comm, act, *arguments):
+    """Let rank 0 alone do something, after all ranks have come to it and before any goes on."""
+    comm.Barrier()
+    if comm.rank == 0:
+        act(*arguments)
+    comm.Barrier()
+
+
 def listed(ranks) -> str:
     return f"rank(s) {', '.join(map(str, ranks))}"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.damage import flipped, sealed
+from support.harness import on_rank_0
 from support.small_training import MODEL, config_fixture, records
 from support.tolerance import close
 from support.training_tolerance import curve, path
@@ -133,9 +134,7 @@ def test_a_checkpoint_is_resumed_on_another_mesh(comm, config, cut_short):
     cut_short(first, comm, 4)
     for name, cut in CUTS.items():
         other = config(name, resume="auto", **exact, **cut)
-        if comm.rank == 0:
-            shutil.copytree(first.out, other.out)
-        comm.Barrier()
+        on_rank_0(comm, shutil.copytree, first.out, other.out)
         train(other, GPT, comm)
         assert [line["step"] for line in records(other)] == list(range(7)), name
         close_records(records(other), records(whole))
@@ -154,9 +153,7 @@ def test_a_sharded_optimizer_trains_the_same_and_goes_on_with_and_without_shards
     ends = {}
     for sharded, other in ((True, pipe), (False, pipe), (True, 3 - pipe), (False, 3 - pipe)):
         goes_on = config(f"{sharded} {other}", resume="auto", shard_optimizer=sharded, pipe=other, **keys)
-        if comm.rank == 0:
-            shutil.copytree(first.out, goes_on.out)
-        comm.Barrier()
+        on_rank_0(comm, shutil.copytree, first.out, goes_on.out)
         train(goes_on, GPT, comm)
         ends[sharded, other] = records(goes_on), arrays_of(goes_on), content(goes_on.out + "/weights")
     assert ends[True, pipe] == ends[False, pipe] == (records(whole), arrays_of(whole), content(whole.out + "/weights"))
@@ -261,10 +258,7 @@ def test_what_cannot_be_resumed_is_refused_on_every_rank_and_nothing_is_changed(
         comm.Barrier()
         assert content(mpi_tmp_path) == before, match
         assert caught.value.remedy
-        comm.Barrier()
-        if comm.rank == 0:
-            Path(first.out, name).write_bytes(whole)
-        comm.Barrier()
+        on_rank_0(comm, Path(first.out, name).write_bytes, whole)
 
 
 @pytest.mark.long
@@ -309,23 +303,15 @@ def test_auto_begins_in_a_new_folder_and_in_none_that_is_somebody_elses(comm, co
     chosen = config(resume="auto")
     out = Path(chosen.out)
     train(chosen, GPT, comm)
-    comm.Barrier()
-    if comm.rank == 0:
-        shutil.rmtree(out / "checkpoints")
-    comm.Barrier()
+    on_rank_0(comm, shutil.rmtree, out / "checkpoints")
     with pytest.raises(ConfigError, match="no checkpoint to go on from, and the folder is not empty"):
         train(chosen, GPT, comm)
-    comm.Barrier()
-    if comm.rank == 0:
-        (out / "finished").unlink()
-    comm.Barrier()
+    on_rank_0(comm, (out / "finished").unlink)
     with pytest.raises(ConfigError, match="found: weights"):
         train(chosen, GPT, comm)
     assert len(records(chosen)) == 7, "nothing was cut"
-    comm.Barrier()
-    if comm.rank == 0:
-        (out / "weights" / "step-00000006" / "manifest.json").unlink()  # an end that was cut short
-    comm.Barrier()
+    # an end that was cut short
+    on_rank_0(comm, (out / "weights" / "step-00000006" / "manifest.json").unlink)
     assert train(chosen, GPT, comm).step == 6
     assert [line["step"] for line in records(chosen)] == list(range(7))
 

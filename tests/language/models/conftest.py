@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import huggingface_reference as theirs
+from support.harness import on_rank_0
 
 from mpipipe.language import data
 from mpipipe.train import TrainConfig
@@ -37,9 +38,7 @@ def folder(comm, mpi_tmp_path):
 
     def make(family="llama", **options):
         config = {**theirs.CONFIGS[family], **options}
-        if comm.rank == 0:
-            theirs.write_folder(Path(mpi_tmp_path, "source"), config, theirs.tensors_of(config))
-        comm.Barrier()
+        on_rank_0(comm, theirs.write_folder, Path(mpi_tmp_path, "source"), config, theirs.tensors_of(config))
         return Path(mpi_tmp_path, "source"), config
 
     return make

@@ -7,6 +7,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 from support import saved_model
+from support.harness import on_rank_0
 from support.saved_model import MODEL, cut, load_weights
 from support.tolerance import close_norm
 from support.training_tolerance import path, roundings
@@ -110,9 +111,7 @@ def test_any_cut_loads_what_any_other_saved_also_in_another_dtype(comm, mpi_tmp_
 @pytest.mark.parametrize(("dtype", "kept", "count"), [("float64", "float64", path), ("bfloat16", "float32", roundings)])
 def test_a_training_leaves_the_weights_whose_loss_and_sample_it_reports(comm, mpi_tmp_path, capsys, dtype, kept, count):
     text, out = mpi_tmp_path / "text.txt", str(mpi_tmp_path / "run")
-    if comm.rank == 0:
-        text.write_text("one two three four " * 400)
-    comm.Barrier()
+    on_rank_0(comm, text.write_text, "one two three four " * 400)
     config = TrainConfig(
         data=[str(text)], out=out, dim=16, layers=2, heads=2, seq_len=16, batch=4, microbatches=2, steps=20, warmup=2,
         lr=1e-2, eval_batches=1, sample_bytes=20, dtype=dtype, pipe=comm.size,
@@ -150,9 +149,7 @@ def test_weights_that_are_not_finite_are_refused(comm, mpi_tmp_path):
 def test_a_save_replaces_the_model_and_leaves_what_others_have_put_there(comm, mpi_tmp_path):
     folder = mpi_tmp_path / "weights"
     saved_weights(comm, folder, comm.size)
-    if comm.rank == 0:
-        (folder / "notes.txt").write_text("mine")
-    comm.Barrier()
+    on_rank_0(comm, (folder / "notes.txt").write_text, "mine")
     expected = saved_weights(comm, folder, comm.size, seed=6)
     stage = cut(1, [0], seed=9)[0]
     load_weights(folder, [stage])
