@@ -106,3 +106,5 @@ def test_reading_and_writing_name_the_file_and_what_the_system_says(tmp_path):
     with pytest.raises(ConfigError, match=f"No such file or directory: {path}/two\n  found: {path}/one"):
         with files.writing("the folder", path / "one"):
             open(path / "two", "xb")
+    with pytest.raises(DataError, match=r"^too short$"), files.reading("the numbers", path, also=(ValueError,)):
+        raise DataError("too short")  # an error of the package says already what is wrong
