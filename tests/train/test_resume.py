@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from support.tolerance import close
 from support.training_tolerance import curve, path
 
 from mpipipe import checkpoint, nn, optim
+from mpipipe.checkpoint.save_task import ENDED
 from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.job.consensus import agreed_by
 from mpipipe.job.group import group_of
@@ -297,6 +299,42 @@ def test_at_most_so_many_checkpoints_stay_and_none_without_the_option(comm, conf
         found = checkpoint.find(Path(config(name).out, "checkpoints"))
         assert [path.name for path in found] == [f"step-0000000{step}" for step in steps]
     assert len(times) >= 5
+
+
+def test_a_checkpoint_is_whole_steps_before_the_next_save(comm, config, monkeypatch):
+    """A training that is killed then loses no more than the steps behind it."""
+    chosen = config(save_every=3)
+    found = []
+
+    def step(self, number, original=Trainer.step):
+        while number > 3 and self.saver.in_flight and self.saver._task.progress != ENDED:
+            time.sleep(0.01)
+        found.append(checkpoint.newest(chosen.out))
+        return original(self, number)
+
+    monkeypatch.setattr(Trainer, "step", step)
+    train(chosen, GPT, comm)
+    assert found[-1].name == "step-00000003"
+
+
+def test_a_disk_that_is_full_at_a_checkpoint_ends_the_training_which_goes_on_from_the_one_before(
+    comm, config, monkeypatch, room
+):
+    chosen = config(resume="auto")
+
+    def step(self, number, original=Trainer.step):
+        if number == 5 and comm.rank == comm.size - 1:
+            room(20_000)
+        return original(self, number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", step)
+        with pytest.raises(ArgumentError, match="checkpoint cannot be written"):
+            train(chosen, GPT, comm)
+    room(None)
+    assert checkpoint.newest(chosen.out).name == "step-00000004"
+    comm.Barrier()
+    assert train(chosen, GPT, comm).step == 6
 
 
 def test_auto_begins_in_a_new_folder_and_in_none_that_is_somebody_elses(comm, config):

@@ -15,7 +15,7 @@ from support.windows import validation_batch
 
 from mpipipe import Mesh, checkpoint, nn, schedules
 from mpipipe.attention import Local
-from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
+from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError, StorageError
 from mpipipe.language.data import find
 from mpipipe.language.inference.generation import Sampling, answers, build_decoder, shown
 from mpipipe.language.inference.prompts import Bytes
@@ -146,8 +146,16 @@ def test_weights_that_are_not_finite_are_refused(comm, mpi_tmp_path):
     assert "1 of " in caught.value.found and "step-00000000" in caught.value.found
 
 
-def test_a_save_replaces_the_model_and_leaves_what_others_have_put_there(comm, mpi_tmp_path):
+def test_a_save_replaces_the_model_where_there_is_room_and_leaves_what_others_have_put_there(comm, mpi_tmp_path, room):
     folder = mpi_tmp_path / "weights"
+    if comm.rank == comm.size - 1:
+        room(100)
+    with pytest.raises(StorageError, match="cannot be written"):
+        saved_weights(comm, folder, comm.size)
+    room(None)
+    comm.Barrier()
+    assert os.listdir(mpi_tmp_path) == []
+    comm.Barrier()
     saved_weights(comm, folder, comm.size)
     on_rank_0(comm, (folder / "notes.txt").write_text, "mine")
     expected = saved_weights(comm, folder, comm.size, seed=6)
