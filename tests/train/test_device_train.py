@@ -5,11 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gpu_emulator.fixture import own_gpus
 from support.small_training import MODEL, config_fixture, metrics
 from support.tolerance import close_norm
 from support.training_tolerance import close_curves, roundings
 
 from mpipipe import arrays, optim
+from mpipipe.comm.nccl import sums
 from mpipipe.errors import BackendError, NonFiniteError
 from mpipipe.language.models import GPT
 from mpipipe.train import train
@@ -98,3 +100,27 @@ def test_a_training_leaves_the_null_stream_alone(gpu, comm, config, seq):
     train(config(device="cuda", dtype="bfloat16", seq=seq, sample_bytes=4), GPT, comm)
     assert gpu.machine.launches and gpu.machine.null_launches == []
     assert arrays.stream() == before
+
+
+@pytest.mark.long
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("dtype, pipe", [("float16", 2), ("float32", 1)])
+def test_a_training_by_nccl_takes_the_steps_of_one_by_mpi(comm, config, monkeypatch, dtype, pipe):
+    """Sums of two replicas start as layers end, also with a sharded optimizer, and have the same bits."""
+    if comm.size not in (2, 2 * pipe):
+        pytest.skip("more than two replicas add in another order")
+    monkeypatch.setattr(sums, "BUCKET_BYTES", 4096)
+    kept, step = [], Trainer.step
+
+    def watched(self, number):
+        kept.append(self.pipeline.ranks.sums_by_nccl)
+        return step(self, number)
+
+    monkeypatch.setattr(Trainer, "step", watched)
+    curves = []
+    with own_gpus(comm.rank, one_queue=True):
+        for nccl, sharded in (("off", False), ("auto", False), ("auto", True)):
+            monkeypatch.setenv("MPIPIPE_NCCL", nccl)
+            keys = dict(device="cuda", dtype=dtype, pipe=pipe, layers=4, shard_optimizer=sharded)
+            curves.append(curve_of(config(f"{nccl} {sharded}", **keys), comm))
+    assert curves == [curves[0]] * 3 and kept == [False] * 5 + [True] * 10

@@ -435,7 +435,9 @@ def one_at_a_time(name):
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_one_thread_at_a_time_runs_the_methods_of_a_task(tmp_path, ahead):
-    methods = {name: one_at_a_time(name) for name in ("batch", "validation", "loss", "metrics", "show", "begin")}
+    methods = {
+        name: one_at_a_time(name) for name in ("batch", "validation", "loss", "metrics", "show", "begin", "rate_at")
+    }
     methods["batch"] = lambda self, *rest, run=methods["batch"]: (*run(self, *rest), "what comes with it")
     task = type("Alone", (Field,), {**methods, "read_ahead": ahead, "running": None, "threads": set()})
     trained(1, replace(EXACT, out=str(tmp_path / "run")), task)
@@ -510,6 +512,15 @@ class Lacking(Lead):
     def batch(self, step, rows, shard):
         inputs, targets = super().batch(step, rows, shard)
         return Branches(inputs.main, led=inputs["lead"]), targets
+
+
+@pytest.mark.long
+def test_side_inputs_and_skips_are_trained_on_any_mesh(tmp_path):
+    trained(1, replace(EXACT, out=str(tmp_path / "alone")), Lead)
+    for number, (ranks, keys) in enumerate([(2, {}), (4, {"pipe": 2, "chunks": 2, "schedule": "interleaved_1f1b"})]):
+        trained(ranks, replace(EXACT, **keys, out=str(tmp_path / f"{number}")), Lead)
+        for found, expected in zip(losses(tmp_path / f"{number}"), losses(tmp_path / "alone"), strict=True):
+            assert found == pytest.approx(expected, rel=1e-10)
 
 
 def test_side_inputs_and_skips_are_checked_planned_and_counted(hasty, tmp_path):
