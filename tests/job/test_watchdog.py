@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from faults.blocks import OPENING
+from faults.blocks import OPENING, on
 from faults.fault import HEADING
 from support.launch import Job, mpiexec
 
@@ -223,3 +223,9 @@ MPI.Finalize()
 assert 'mpipipe watchdog' not in names(), names()
 """
     healthy(play(body, watchdog=1, run=False))
+
+
+@pytest.mark.long
+def test_a_watchdog_that_is_switched_off_has_no_thread(play):
+    body = "def breaking(_): assert threading.active_count() == 1\n" + on("0", "time.sleep(2)") + TWO_STEPS
+    healthy(play(body, watchdog=0, run=False))

@@ -204,6 +204,16 @@ def test_one_installation_serves_the_jobs_that_want_a_part_of_it(checkout):
     assert "--editable .[mpich,docs]" in (checkout / "calls.txt").read_text()
 
 
+@pytest.mark.parametrize("forbidden", ["", "1"])
+def test_where_no_bytecode_may_be_written_beside_the_sources_tests_keep_it_in_the_environment(checkout, forbidden):
+    shown = 'echo "${PYTHONDONTWRITEBYTECODE:-unset} ${PYTHONPYCACHEPREFIX:-unset}"'
+    executable(checkout / ".venv" / "bin" / "mpiexec", shown)
+    chosen = {"PYTHONDONTWRITEBYTECODE": forbidden, "PYTHONPYCACHEPREFIX": ""}
+    result = run(["bash", "jobs/test.sh"], checkout, TMPDIR=str(checkout), **chosen)
+    folder = f"{checkout}/.venv/bytecode" if forbidden else "unset"
+    assert f"unset {folder}" in result.stdout.splitlines(), result
+
+
 def test_quickstart_trains_on_four_ranks_and_hands_on_options_and_status(checkout):
     result = run(["bash", "jobs/quickstart.sh", "--steps", "5"], checkout, STATUS="4")
     assert result.returncode == 4, result
