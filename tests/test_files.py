@@ -12,6 +12,12 @@ from mpipipe.language.data import find_files
 from mpipipe.language.models.model_folder import open_model
 
 
+def test_a_device_is_not_opened():
+    for use in (files.check_regular, files.open_regular, lambda path: files.read_text(path, 10)):
+        with pytest.raises(OSError, match="character device"):
+            use("/dev/zero")
+
+
 def test_a_fifo_that_takes_the_place_of_a_file_is_not_waited_for(tmp_path, monkeypatch):
     path = tmp_path / "pipe"
     os.mkfifo(path)
