@@ -1,6 +1,7 @@
 """Messages of device arrays, directly and staged: right data whatever the order in which events and messages end."""
 
 import gc
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -182,6 +183,10 @@ def test_an_array_may_be_forgotten_once_it_is_sent(gpu, comm, kind_of_transport)
         requests.append(transport.isend(make(m, 50_000), right, 0, m))  # dropped here, and its memory is asked for next
     finish(*requests)
     assert [set(found.tolist()) for found in arrays.download(*received)] == [{0.0}, {1.0}, {2.0}]
+    kept = weakref.ref(received[0])
+    del received, requests
+    gc.collect()
+    assert kept() is None, "what has arrived is its receiver's alone"
     transport.close()
 
 

@@ -302,9 +302,7 @@ def test_at_most_so_many_checkpoints_stay_and_none_without_the_option(comm, conf
 
 
 def test_a_checkpoint_is_whole_steps_before_the_next_save(comm, config, monkeypatch):
-    """A training that is killed then loses no more than the steps behind it."""
-    chosen = config(save_every=3)
-    found = []
+    chosen, found = config(save_every=3), []
 
     def step(self, number, original=Trainer.step):
         while number > 3 and self.saver.in_flight and self.saver._task.progress != ENDED:
