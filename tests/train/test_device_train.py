@@ -106,7 +106,6 @@ def test_a_training_leaves_the_null_stream_alone(gpu, comm, config, seq):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("dtype, pipe", [("float16", 2), ("float32", 1)])
 def test_a_training_by_nccl_takes_the_steps_of_one_by_mpi(comm, config, monkeypatch, dtype, pipe):
-    """Sums of two replicas start as layers end, also with a sharded optimizer, and have the same bits."""
     if comm.size not in (2, 2 * pipe):
         pytest.skip("more than two replicas add in another order")
     monkeypatch.setattr(sums, "BUCKET_BYTES", 4096)
