@@ -1,6 +1,7 @@
 """Fixtures shared by all tests, and the settings that make every rank run the same thing."""
 
 import os
+import resource
 import signal
 from zlib import crc32
 
@@ -114,6 +115,20 @@ def three(subcomm):
 def pytest_pyfunc_call(pyfuncitem):
     """Leave a test of two or three ranks out on those that are not in it."""
     return True if None in [pyfuncitem.funcargs.get(name, True) for name in ("comm", "pair", "three")] else None
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """A command of one process runs, although mpiexec has started the tests."""
+    monkeypatch.setattr("mpipipe.job.settings.launcher_size", lambda environment: None)
+
+
+@pytest.fixture
+def room():
+    """room(bytes): no file of this process can grow beyond that, as on a full disk; room(None): there is no limit."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if size is None else size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture

@@ -27,10 +27,24 @@ def test_a_room_lists_its_public_names_and_no_others(room):
     assert dir(mpipipe) == sorted(mpipipe.__all__)
 
 
-def test_the_package_starts_without_numpy_and_mpi():
-    program = "import sys, mpipipe; print([name for name in ('numpy', 'mpi4py', 'cupy') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
-    assert done.stdout == "[]\n", done.stderr
+STARTS = """
+import sys, mpipipe
+print([name for name in ("numpy", "mpi4py", "cupy") if name in sys.modules])
+sys.modules["cupy"] = None  # as where it is not installed
+from mpipipe import arrays, nn
+from mpipipe.train import train
+print({"cudnn", "torch", "mpi4py.MPI"} & set(sys.modules), arrays.check_device("auto"))
+try:
+    nn.Stage([nn.Linear(2, 2)], device="cuda")
+except mpipipe.errors.BackendError as error:
+    print(error)
+"""
+
+
+def test_the_package_starts_without_numpy_and_mpi_and_works_without_cupy():
+    done = subprocess.run([sys.executable, "-c", STARTS], capture_output=True, text=True, timeout=50)
+    assert done.stdout.startswith("[]\nset() cpu\na GPU was asked for, and CuPy cannot be imported"), done.stderr
+    assert "`pip install '.[cuda13]'`" in done.stdout
 
 
 def test_a_module_that_never_was_is_not_found_as_usual():

@@ -2,8 +2,6 @@
 
 import errno
 import os
-import resource
-import socket
 import stat
 
 import pytest
@@ -14,28 +12,10 @@ from mpipipe.language.data import find_files
 from mpipipe.language.models.model_folder import open_model
 
 
-@pytest.fixture(params=["FIFO", "socket", "character device", "folder"])
-def odd(request, tmp_path):
-    """(path of something that is no regular file, what it is)."""
-    path = tmp_path / "odd"
-    if request.param == "FIFO":
-        os.mkfifo(path)
-    elif request.param == "socket":
-        with socket.socket(socket.AF_UNIX) as bound:
-            bound.bind(os.path.relpath(path))  # the name of a socket is short
-    elif request.param == "folder":
-        path.mkdir()
-    else:
-        path.symlink_to("/dev/zero")  # reading it never ends
-    return path, request.param
-
-
-def test_what_is_no_regular_file_is_not_opened(odd):
-    path, kind = odd
-    for use in (files.check_regular, files.open_regular, lambda name: files.read_text(name, 10)):
-        with pytest.raises(OSError, match=kind) as caught:
-            use(path)
-        assert caught.value.filename == str(path)
+def test_a_device_is_not_opened():
+    for use in (files.check_regular, files.open_regular, lambda path: files.read_text(path, 10)):
+        with pytest.raises(OSError, match="character device"):
+            use("/dev/zero")
 
 
 def test_a_fifo_that_takes_the_place_of_a_file_is_not_waited_for(tmp_path, monkeypatch):
@@ -74,12 +54,10 @@ def test_a_fifo_in_a_folder_of_data_is_left_out(tmp_path):
     assert [path.name for path, _ in find_files(tmp_path)] == ["text.txt"]
 
 
-def test_weights_that_are_no_files_are_refused(odd):
-    path, kind = odd
-    folder = path.parent
-    path.rename(folder / "manifest.json")
-    with pytest.raises(ArgumentError, match=f"no checkpoint: .*{kind}"):
-        open_model(folder)
+def test_weights_that_are_no_files_are_refused(tmp_path):
+    os.mkfifo(tmp_path / "manifest.json")
+    with pytest.raises(ArgumentError, match=r"no checkpoint: .*FIFO"):
+        open_model(tmp_path)
 
 
 def test_bytes_by_position_end_where_the_file_does(tmp_path, monkeypatch):
@@ -107,21 +85,13 @@ def test_a_file_is_replaced_as_a_whole(tmp_path):
     assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE((tmp_path / "usual").stat().st_mode)
 
 
-@pytest.fixture
-def little_room():
-    """little_room(bytes): no file of this process can grow beyond that, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_a_full_disk_leaves_no_part_of_a_file_and_the_old_one_whole(tmp_path, little_room):
+def test_a_full_disk_leaves_no_part_of_a_file_and_the_old_one_whole(tmp_path, room):
     path = tmp_path / "file"
     files.write_whole(path, b"old")
-    little_room(100_000)
+    room(100_000)
     with pytest.raises(OSError) as caught:
         files.write_whole(path, bytes(1 << 20))
-    little_room(resource.RLIM_INFINITY)
+    room(None)
     assert caught.value.errno in (errno.EFBIG, errno.ENOSPC)
     assert os.listdir(tmp_path) == ["file"] and path.read_bytes() == b"old"
 
@@ -142,13 +112,5 @@ def test_reading_and_writing_name_the_file_and_what_the_system_says(tmp_path):
     with pytest.raises(ConfigError, match=f"No such file or directory: {path}/two\n  found: {path}/one"):
         with files.writing("the folder", path / "one"):
             open(path / "two", "xb")
-
-
-def test_reading_takes_other_exceptions_where_asked_and_passes_errors_of_the_package_on(tmp_path):
-    with pytest.raises(ArgumentError, match="the numbers cannot be read: no number"):
-        with files.reading("the numbers", tmp_path, also=(ValueError,)):
-            raise ValueError("no number")
-    with pytest.raises(ValueError, match=r"^no number$"), files.reading("the numbers", tmp_path):
-        raise ValueError("no number")
-    with pytest.raises(DataError, match=r"^too short$"), files.reading("the numbers", tmp_path, also=(ValueError,)):
-        raise DataError("too short")
+    with pytest.raises(DataError, match=r"^too short$"), files.reading("the numbers", path, also=(ValueError,)):
+        raise DataError("too short")  # an error of the package says already what is wrong

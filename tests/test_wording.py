@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import mpipipe
-from mpipipe.text import counted, exact_bytes, how_to_install, near, shown_bytes
+from mpipipe.text import exact_bytes, how_to_install, shown_bytes
 from mpipipe.train.config import parse_bytes, tomllib
 
 
@@ -19,17 +19,6 @@ def test_bytes_are_shown_in_the_largest_unit_of_which_there_is_one():
 @pytest.mark.parametrize("count", [0, 1536, 5 << 20, 3 << 30, 7 << 40])
 def test_what_is_shown_is_read_as_a_limit(count):
     assert parse_bytes(shown_bytes(count).removesuffix(" bytes")) == count
-
-
-def test_names_come_back_as_they_are_written():
-    assert near("log_levle", ["log-level", "out"]) == ["log-level"]
-    assert near("nothing like it", ["log-level", "out"]) == []
-    assert near("outt", ["Out"]) == ["Out"]
-    assert near("Partition", ["queue", "partitions"]) == ["partitions"]
-
-
-def test_counts():
-    assert [counted(0, "rank"), counted(1, "batch"), counted(2, "batch")] == ["0 ranks", "1 batch", "2 batches"]
 
 
 @pytest.mark.parametrize("extra", ["plot", "tokens", "cuda13", "mpich", "torch", "jax"])

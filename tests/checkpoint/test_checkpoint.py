@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 from pathlib import Path
 from types import SimpleNamespace
 from zlib import crc32
@@ -11,19 +10,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from support.saved_model import fill, trained, values
+from support.harness import on_rank_0
+from support.saved_model import STATE, fill, saved, trained, values
 
 from mpipipe import Mesh, arrays, checkpoint, nn, optim
 from mpipipe.checkpoint import folders, tensor_files
 from mpipipe.errors import ArgumentError, MismatchError
-
-STATE = {"loss": 0.1, "clip": float("inf"), "list": [1, None, True, "text \N{SNOWMAN}"], "nested": {"a": {}}}
-
-
-def saved(comm, root, pipe, step=3, **keys):
-    with Mesh(comm, pipe=pipe) as mesh:
-        stages, optimizer = trained(mesh, **keys)
-        return checkpoint.save(root, mesh, stages, fill(optimizer), step=step, state=STATE)
 
 
 def loaded(comm, path, pipe, parameters_alone=False, **keys):
@@ -170,21 +162,18 @@ def test_a_save_of_the_same_step_replaces_one_of_more_ranks(comm, mpi_tmp_path):
 
 
 @pytest.mark.parametrize("at", ["part", "manifest"])
-def test_a_full_disk_leaves_the_older_checkpoint_whole_and_gets_its_room_back(comm, mpi_tmp_path, at):
+def test_a_full_disk_leaves_the_older_checkpoint_whole_and_gets_its_room_back(comm, mpi_tmp_path, room, at):
     root = Path(mpi_tmp_path)
     first = saved(comm, root, comm.size)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    room = 1000 if at == "part" else max(path.stat().st_size for path in first.glob("part-*"))
-    try:
-        if comm.rank == (comm.size - 1 if at == "part" else 0):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
-        with pytest.raises(ArgumentError, match="cannot be written"):
-            with Mesh(comm, pipe=comm.size) as mesh:
-                stages, optimizer = trained(mesh)
-                big = {"text": "x" * room} if at == "manifest" else STATE
-                checkpoint.save(root, mesh, stages, optimizer, step=4, state=big, keep=1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    most = 1000 if at == "part" else max(path.stat().st_size for path in first.glob("part-*"))
+    if comm.rank == (comm.size - 1 if at == "part" else 0):
+        room(most)
+    with pytest.raises(ArgumentError, match="cannot be written"):
+        with Mesh(comm, pipe=comm.size) as mesh:
+            stages, optimizer = trained(mesh)
+            big = {"text": "x" * most} if at == "manifest" else STATE
+            checkpoint.save(root, mesh, stages, optimizer, step=4, state=big, keep=1)
+    room(None)
     comm.Barrier()
     assert checkpoint.newest(root) == first
     assert os.listdir(root) == [first.name]
@@ -229,16 +218,11 @@ def test_another_model_is_refused_with_the_array_that_differs(comm, mpi_tmp_path
 def test_a_file_that_one_rank_does_not_see_is_named_and_without_a_manifest_there_is_no_checkpoint(comm, mpi_tmp_path):
     path = saved(comm, mpi_tmp_path, comm.size)
     part = path / f"part-{comm.size - 1}.safetensors"
-    comm.Barrier()
-    if comm.rank == 0:
-        part.unlink()
-    comm.Barrier()
+    on_rank_0(comm, part.unlink)
     with pytest.raises(ArgumentError, match=r"cannot be read") as caught:
         loaded(comm, path, comm.size)
     assert f"{part} on {os.uname().nodename}" in caught.value.found
-    if comm.rank == 0:
-        (path / "manifest.json").unlink()
-    comm.Barrier()
+    on_rank_0(comm, (path / "manifest.json").unlink)
     assert checkpoint.newest(mpi_tmp_path) is None
     for place in (path, mpi_tmp_path, mpi_tmp_path / "absent"):
         with pytest.raises(ArgumentError, match="no checkpoint is here"):

@@ -7,14 +7,14 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 
 import pytest
+from support.harness import on_rank_0
 from support.saved_model import trained
 
 from mpipipe import Mesh, checkpoint
-from mpipipe.checkpoint import owner, tensor_files
+from mpipipe.checkpoint import folders, owner, tensor_files
 from mpipipe.checkpoint.owner import OwnerRecord
 from mpipipe.errors import OwnerError, StorageError
 from mpipipe.job.group import group_of
@@ -215,21 +215,13 @@ def test_the_job_of_the_scheduler(monkeypatch):
         assert (own.job, own.starts) == expected
 
 
-@contextmanager
-def failed(folder):
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(f"{folder}: {error}") from error
-
-
 def test_the_owner_is_the_job_and_leaves_nothing(comm, mpi_tmp_path):
     folder = mpi_tmp_path / "run"
     group = group_of(comm)
-    owned = owner.take_folder(folder, group, failed)
+    owned = owner.take_folder(folder, group, folders.explained)
     assert owner.owner_of(folder / "b") is owned and owner.owner_of(folder.parent) is None
     assert token_in(folder) == owned.token
-    shared = owner.take_folder(folder / "b", group, failed)
+    shared = owner.take_folder(folder / "b", group, folders.explained)
     assert shared is owned
     for _ in range(2):
         comm.Barrier()
@@ -243,13 +235,11 @@ def test_the_owner_is_the_job_and_leaves_nothing(comm, mpi_tmp_path):
 def test_a_folder_that_cannot_be_made_or_is_another_jobs_is_an_error_on_all_ranks(comm, mpi_tmp_path, quick):
     if comm.rank == 0:
         (mpi_tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="file/run: "):
-        owner.take_folder(mpi_tmp_path / "file" / "run", group_of(comm), failed)
-    if comm.rank == 0:
-        leave(mpi_tmp_path, record(process=os.getppid()))
-    comm.Barrier()
+    with pytest.raises(StorageError, match="file/run"):
+        owner.take_folder(mpi_tmp_path / "file" / "run", group_of(comm), folders.explained)
+    on_rank_0(comm, leave, mpi_tmp_path, record(process=os.getppid()))
     with pytest.raises(OwnerError, match="another job owns the folder"):
-        owner.take_folder(mpi_tmp_path, group_of(comm), failed)
+        owner.take_folder(mpi_tmp_path, group_of(comm), folders.explained)
     assert owner.owner_of(mpi_tmp_path) is None
 
 

@@ -4,16 +4,10 @@ import os
 
 import numpy as np
 import pytest
-from support.saved_model import fill, trained, values
+from support.saved_model import fill, saved, trained, values
 
 from mpipipe import Mesh, arrays, checkpoint, nn, optim
 from mpipipe.errors import ArgumentError, ReplicaError
-
-
-def saved(comm, root, pipe, sharded, step=3, **keys):
-    with Mesh(comm, pipe=pipe) as mesh:
-        stages, optimizer = trained(mesh, sharded=sharded, **keys)
-        return checkpoint.save(root, mesh, stages, fill(optimizer), step=step)
 
 
 def computed(stages):
@@ -36,7 +30,7 @@ def test_the_files_are_those_of_an_optimizer_that_is_not_sharded(
     if comm.size % pipe:
         pytest.skip(f"needs a multiple of {pipe} ranks")
     keys = {"chunks": chunks, "dtype": dtype, "device": device}
-    whole, cut = (saved(comm, mpi_tmp_path / str(sharded), pipe, sharded, **keys) for sharded in (False, True))
+    whole, cut = (saved(comm, mpi_tmp_path / str(sharded), pipe, sharded=sharded, **keys) for sharded in (False, True))
     assert parts(cut) == parts(whole) != {}
     with Mesh(comm, pipe=pipe) as mesh:
         stages, optimizer = trained(mesh, **keys)
@@ -90,7 +84,7 @@ def test_replicas_are_compared_by_their_parameters_alone(comm, dtype):
 @pytest.mark.mpi(min_size=2)
 def test_shards_over_other_ranks_than_the_replicas_are_refused(comm, mpi_tmp_path):
     with Mesh(comm, pipe=1) as mesh:
-        path = saved(comm, mpi_tmp_path, 1, True)
+        path = saved(comm, mpi_tmp_path, 1, sharded=True)
         turned = comm.Split(0, -comm.rank)
         stages = [nn.Stage([nn.Linear(40, 40)])]
         optimizer = optim.SGD(stages, 0.1, 0.9, replicas=turned)

@@ -12,28 +12,8 @@ from mpipipe.cli.flags import parameters_of
 from mpipipe.cli.train import train
 from mpipipe.train import TrainConfig
 
-SMALL = """
-dim = 16
-layers = 2
-heads = 2
-hidden = 32
-seq_len = 16
-batch = 8
-microbatches = 2
-steps = 4
-eval_batches = 1
-sample_bytes = 6
-"""
 WITHOUT_MPI = {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-
-
-@pytest.fixture
-def small(tmp_path):
-    """A config file of a small training."""
-    path = tmp_path / "small.toml"
-    path.write_text(SMALL)
-    return str(path)
 
 
 def test_every_field_of_the_configuration_is_a_flag():
@@ -51,46 +31,6 @@ def test_info_reports_once(mpipipe):
     assert facts["devices"] == "cpu" and facts["GPU-aware MPI"] == "no GPU"
     assert {"MPI", "mpi4py", "python", "numpy", "BLAS", "cores", "launcher", "thread level"} <= set(facts)
     assert {"CuPy", "GPU toolkit", "attention by"} <= set(facts)
-
-
-@pytest.fixture
-def without_cupy(tmp_path):
-    """Variables under which Python finds no CuPy and no cuDNN, whatever is installed."""
-    folder = tmp_path / "blocked"
-    folder.mkdir()
-    for name in ("cupy", "cudnn"):
-        (folder / f"{name}.py").write_text(f'raise ModuleNotFoundError("No module named {name!r}", name={name!r})')
-    return {"PYTHONPATH": f"{folder}:{ROOT}"}
-
-
-USES_CUPY = """
-import sys
-import mpipipe
-from mpipipe import arrays, nn, optim
-from mpipipe.attention import kernels
-from mpipipe.train import train
-assert not {"cupy", "cudnn", "torch", "mpi4py.MPI"} & set(sys.modules), sys.modules
-assert arrays.device_count() == 0 and arrays.check_device("auto") == "cpu"
-try:
-    nn.Stage([nn.Linear(2, 2)], device="cuda")
-except mpipipe.errors.BackendError as error:
-    print(error)
-"""
-
-
-@pytest.mark.long
-def test_everything_but_gpus_works_without_cupy(mpipipe, launch, small, without_cupy, tmp_path):
-    job = launch(0, USES_CUPY, env=without_cupy)
-    assert job.returncode == 0, job.stderr
-    assert "CuPy cannot be imported" in job.stdout and "`pip install '.[cuda13]'`" in job.stdout
-    job = mpipipe(2, "info", env=without_cupy)
-    assert job.returncode == 0, job.stderr
-    facts = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in job.stdout.splitlines() if line[0] != " ")
-    assert facts["devices"] == "cpu" and facts["CuPy"] == "No module named 'cupy'"
-    assert facts["attention by"].startswith("host, as there is no GPU (the Python package cudnn cannot be imported")
-    out = str(tmp_path / "run")
-    job = mpipipe(2, "train", "--config", small, "--out", out, "--dtype", "bfloat16", env=without_cupy)
-    assert job.returncode == 0, job.stderr
 
 
 def test_the_version_is_that_of_the_package(capsys):

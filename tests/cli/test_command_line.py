@@ -119,3 +119,8 @@ def test_one_rank_reads_for_all_but_one_with_other_arguments_reads_its_own(launc
     job = launch(2, [script, "run", str(tmp_path / "a.py")])
     assert job.returncode == 0, job.stderr
     assert sorted(job.stdout.splitlines()) == ["script a", "script b"]
+    (tmp_path / "a.py").write_text("import mpipipe\nmpipipe.Mesh(mpipipe.world(), pipe=2)")  # which needs both ranks
+    for words, said in ((["train", "--bogus"], "there is no option --bogus"), (["train", "--help"], "rank 1")):
+        script.write_text(RANKS.format(other=words))
+        job = launch(2, [script, "run", str(tmp_path / "a.py")])
+        assert job.returncode != 0 and said in job.stderr, job

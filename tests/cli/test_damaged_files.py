@@ -13,7 +13,6 @@ from support.token_files import random_documents, write_megatron, write_tokens
 
 from mpipipe import schedules
 from mpipipe.errors import DataError, MpipipeError
-from mpipipe.job import settings
 from mpipipe.language import data
 from mpipipe.language.data.file_bytes import forget_files
 from mpipipe.language.data.tokenizer import open_tokenizer
@@ -166,9 +165,8 @@ def test_a_regular_expression_without_end_is_an_error_of_the_tokenizer(tmp_path)
 
 
 @pytest.fixture
-def refused(monkeypatch):
+def refused(alone):
     """refused(words): the report of a command of one process that refuses its arguments."""
-    monkeypatch.setattr(settings, "launcher_size", lambda environment: None)
 
     def refused(*words):
         with watched(words):

@@ -5,7 +5,6 @@ from support.command_line import invoke
 from support.svg import texts
 
 from mpipipe import schedules
-from mpipipe.job import settings
 
 pytest.importorskip("matplotlib")
 
@@ -14,9 +13,8 @@ GPIPE = ["--schedule", "gpipe", *TWO]
 
 
 @pytest.fixture
-def draw(monkeypatch, tmp_path):
+def draw(alone, monkeypatch, tmp_path):
     """draw(arguments): the outcome of the command, in this process and in an empty folder."""
-    monkeypatch.setattr(settings, "launcher_size", lambda environment: None)
     monkeypatch.chdir(tmp_path)
     return lambda *arguments: invoke("draw", *arguments)
 

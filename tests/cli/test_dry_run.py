@@ -7,7 +7,6 @@ from support.command_line import invoke
 from support.small_training import estimate
 
 from mpipipe.cli.train import described
-from mpipipe.job import settings
 from mpipipe.language.models import GPT
 from mpipipe.text import shown_bytes
 from mpipipe.train import TrainConfig
@@ -75,8 +74,7 @@ def test_a_dry_run_needs_no_mpi_and_writes_nothing(launch, tmp_path):
         (["--nics-per-node", "1", "--nic", "fast"], "no model of links"),
     ],
 )
-def test_what_cannot_be_foreseen_is_one_error(monkeypatch, flags, text):
-    monkeypatch.setattr(settings, "launcher_size", lambda environment: None)
+def test_what_cannot_be_foreseen_is_one_error(alone, flags, text):
     ended = invoke("train", "--dry-run", *FLAGS, *flags)
     assert ended.code == 2 and ended.report.count(text) == 1, ended.report
 

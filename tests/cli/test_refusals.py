@@ -6,7 +6,6 @@ from support.text_plan import text_plan
 
 from mpipipe.cli.info import _show
 from mpipipe.errors import ArgumentError, ConfigError
-from mpipipe.job import settings
 from mpipipe.job.inprocess import run
 from mpipipe.job.report import heading
 from mpipipe.train import TrainConfig
@@ -15,12 +14,6 @@ from mpipipe.train import TrainConfig
 def test_one_process_alone_has_neither_a_job_nor_a_rank():
     assert heading(0, 1) == "mpipipe: stopped:"
     assert heading(2, 4).startswith("mpipipe: job ended by rank 2 of 4 on ")
-
-
-@pytest.fixture
-def alone(monkeypatch):
-    """A process that no launcher has started."""
-    monkeypatch.setattr(settings, "launcher_size", lambda environment: None)
 
 
 @pytest.mark.parametrize(

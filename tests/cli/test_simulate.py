@@ -10,10 +10,8 @@ from mpipipe.schedules.registry import names
 
 
 @pytest.fixture
-def printed(capsys, monkeypatch):
+def printed(alone, capsys):
     """printed(schedule=..., ...): the lines of the command."""
-
-    monkeypatch.setattr(settings, "launcher_size", lambda environment: None)  # the tests may run under mpiexec
 
     def run(**options):
         simulate(**options)

@@ -6,7 +6,6 @@ import pytest
 from support.command_line import invoke
 
 from mpipipe.cli.output import show
-from mpipipe.job import settings
 
 FULL = "mpipipe: the standard output cannot be written: No space left on device\n"
 ON_A_FULL_DISK = """
@@ -29,8 +28,7 @@ SIZES = "--dim 16 --layers 1 --heads 2 --seq-len 16 --batch 8 --steps 2 --sample
         "train --dry-run --dim 16 --layers 1 --seq-len 16 --batch 4",
     ],
 )
-def test_a_full_disk_is_one_line_and_a_failure(monkeypatch, words):
-    monkeypatch.setattr(settings, "launcher_size", lambda environment: None)
+def test_a_full_disk_is_one_line_and_a_failure(alone, monkeypatch, words):
     with open("/dev/full", "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
         ended = invoke(*words.split())

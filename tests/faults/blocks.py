@@ -2,7 +2,7 @@
 
 from typing import Any, TypeAlias
 
-from faults.fault import NONZERO, PLAIN, RUN, Fault
+from faults.fault import Fault
 
 Code: TypeAlias = "int | str | tuple[int, ...]"
 OPENING = """
@@ -58,26 +58,6 @@ def fail(text="wet paint"):
 
 
 """
-# a training that takes a second, on whatever text there is
-SMALL = (
-    "--dim 16 --layers 4 --heads 2 --hidden 32 --seq-len 16 --batch 8 --sample-bytes 0 --eval-batches 1 --device cpu"
-)
-TRAIN = f"""
-import os, sys
-import mpipipe
-words = ["train", *"{SMALL} --steps 3 --data".split(), mpipipe.__file__]
-"""
-BY_RANK = """
-from mpi4py import MPI
-from mpipipe.cli import main
-rank = MPI.COMM_WORLD.rank
-sys.argv = ["mpipipe", *words, *{more}]
-"""
-
-
-def training(more: str, rest: str = "main()") -> str:
-    """Script text: the command `train`, with `more` words that depend on the rank."""
-    return TRAIN + BY_RANK.format(more=more) + rest
 
 
 def on(rank: int | str, code: str) -> str:
@@ -101,6 +81,3 @@ def good(name: str, body: str, kind: str = "good program", **options: Any) -> Fa
     """Nothing is wrong: exit code 0, nothing on stderr."""
     options.setdefault("limit", 60.0)  # a good program that is slow is no fault
     return Fault(name, kind, OPENING + body, code=0, reports=0, quiet=True, **options)
-
-
-__all__ = ["NONZERO", "OPENING", "PLAIN", "RUN", "TRAIN", "Fault", "failing", "good", "on", "refused", "training"]

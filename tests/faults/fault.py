@@ -13,11 +13,10 @@ ANY = "any"
 
 
 class Send(NamedTuple):
-    """Send signal `number` to a rank, the "launcher" or its "group", `after` seconds after the job prints `at`."""
+    """Send a signal to a rank, the "launcher" or its "group", `after` seconds after the job has printed "working"."""
 
     number: int
     to: int | str
-    at: str = "working"
     after: float = 0.0
 
 

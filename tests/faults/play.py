@@ -35,14 +35,12 @@ def play(case: Case) -> list[str]:
 def _watch(job: Job, case: Case) -> None:
     """Send the fault's signals until the job ends or the deadline passes."""
     deadline = time.monotonic() + case.fault.limit
-    appeared, due = None, list(case.fault.sends)
+    begin, due = None, list(case.fault.sends)
     while job.returncode is None and time.monotonic() < deadline:
-        if due:
-            if appeared is None and due[0].at in job.stdout:
-                appeared = time.monotonic()
-            if appeared is not None and time.monotonic() >= appeared + due[0].after:
-                _send(job, due.pop(0))
-                appeared = None
+        if begin is None and "working" in job.stdout:
+            begin = time.monotonic()
+        if due and begin is not None and time.monotonic() >= begin + due[0].after:
+            _send(job, due.pop(0))
         time.sleep(PAUSE)
 
 

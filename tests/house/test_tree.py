@@ -94,14 +94,6 @@ def test_no_comprehension_and_no_conditional_stands_within_another():
     refuse([f"{path}:{line}" for path, tree in trees().items() for line in nested(tree)])
 
 
-@pytest.mark.parametrize(
-    "text", ["[[a for a in b] for b in c]", "{a: [d if e else f for d in b] for a in c}", "a if b else c if d else e"]
-)
-def test_the_search_for_what_is_nested_finds_it(text):
-    assert nested(ast.parse(text)) == [1]
-    assert not nested(ast.parse("[a if b else c for a in d]\nfor a in b:\n    c = [d for d in a]"))
-
-
 def test_the_comment_of_a_statement_of_several_lines_stands_above_it():
     """After its closing bracket nobody reads it, and `ruff format` breaks the line for it."""
     comment = re.compile(r"^\s*[])}].*  # (?!type:|fmt:|noqa)")

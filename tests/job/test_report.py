@@ -29,6 +29,11 @@ def test_errors_of_this_package_say_it_all_and_others_bring_their_traceback():
     here = f"  at {__file__}:{line}, in raised: raise error from cause\n"
     assert report.describe_error(own, heading) == f"{heading}\n  ArgumentError: {own}\n{here}"
     assert report.describe_error(ArgumentError("never raised"), heading).endswith(": never raised\n")
+    try:
+        schedules.gpipe(0, 4)
+    except ArgumentError as error:  # within the package: the line of the call counts
+        place = f"\n  at {__file__}:{error.__traceback__.tb_lineno}, in test_errors"
+        assert place in report.describe_error(error, heading)
     text = report.describe_error(raised(ValueError("wet paint")), heading)
     assert text.startswith(f"{heading}\n  ValueError: wet paint\n{here}Traceback")
     text = report.describe_error(raised(StageError("a stage failed"), KeyError("paint")), heading)

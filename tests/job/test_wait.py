@@ -1,6 +1,7 @@
 """Waiting: a note of failure ends it, a limit ends it, and the text says what was waited for and who is missing."""
 
 import logging
+import math
 import threading
 import time
 from contextlib import suppress
@@ -19,11 +20,15 @@ from mpipipe.job.watch import verdict
 NEVER = Envelope(peer=1, edge=2, unit=3, direction=0, header=(0, 8), data=(0, 9))
 
 
-class Never:
-    """A request that is never complete."""
+class Request:
+    """A request that is complete after so many looks, or never."""
+
+    def __init__(self, looks=math.inf):
+        self.left = looks
 
     def Test(self):
-        return False
+        self.left -= 1
+        return self.left <= 0
 
 
 def test_a_note_ends_the_waiting_of_all_and_crosses_from_one_group_to_another():
@@ -39,7 +44,7 @@ def test_a_note_ends_the_waiting_of_all_and_crosses_from_one_group_to_another():
         with pytest.raises(PeerError, match="wet paint") as caught:
             with other.failing("a test"):
                 comm.Barrier()
-                wait_for(Never())
+                wait_for(Request())
         assert caught.value.reported_elsewhere
         assert other not in context.current_rank().groups
         return "heard"
@@ -60,7 +65,7 @@ def test_a_peer_that_left_is_missed_only_in_later_calls():
         group.read_messages()
         group.begin()
         with pytest.raises(PeerError, match="left the job after collective call 3"):
-            wait_for(Never(), group=group)
+            wait_for(Request(), group=group)
 
     inprocess.run(2, job)
 
@@ -228,16 +233,8 @@ def test_a_group_whose_communicator_was_freed_takes_no_call(comm):
 def test_a_long_wait_is_warned_of_once(comm, monkeypatch, caplog):
     monkeypatch.setattr(waiting, "WARNING_SECONDS", 0)
     monkeypatch.setattr(context.current_rank(), "patience", 0.0)
-
-    class Slow:
-        polls = 0
-
-        def Test(self):
-            self.polls += 1
-            return self.polls > waiting.SPIN_POLLS + 100
-
     with caplog.at_level(logging.WARNING, logger="mpipipe"):
-        wait_for(Slow(), "a friend")
+        wait_for(Request(waiting.SPIN_POLLS + 100), "a friend")
     assert [record.message.endswith("for a friend") for record in caplog.records] == [True]
 
 
@@ -248,19 +245,12 @@ def test_a_wait_drives_what_its_own_thread_uses_and_nothing_else():
         def progress(self):
             self.calls += 1
 
-    class Soon:
-        polls = 0
-
-        def Test(self):
-            self.polls += 1
-            return self.polls > 10
-
     engine = Engine()
     context.register_progress(engine)
 
     def wait(thread):
         with context.in_place_of(thread):
-            wait_for(Soon())
+            wait_for(Request(11))
 
     for caller, calls in ((None, 0), (threading.get_ident(), 11)):  # in its own place, and in that of this thread
         engine.calls = 0
@@ -269,6 +259,6 @@ def test_a_wait_drives_what_its_own_thread_uses_and_nothing_else():
         thread.join()
         assert engine.calls == calls
     engine.calls = 0
-    wait_for(Soon())
+    wait_for(Request(11))
     context.unregister_progress(engine)
     assert engine.calls == 11

@@ -2,13 +2,10 @@
 
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
-from support.launch import ROOT, job_environment, mpiexec
-from support.small_training import training_job
-from train.test_kills import NEVER, TRAINING, outcome
+from support.launch import ROOT, job_environment
 
 pytestmark = pytest.mark.jobs
 # a job that makes one checkpoint in each start, as `steps` says, and ends with a code of `codes`; "silent" is a 0
@@ -90,6 +87,19 @@ def test_a_command_is_not_run_to_find_out_what_it_is(tmp_path):
     assert (tmp_path / "starts").read_text() == "--resume auto --out run\n"
 
 
+def signalled(folder, command, file, number, **variables):
+    """(exit code, stderr) of a supervisor that gets this signal once its job has made a file."""
+    command = ["bash", ROOT / "jobs/supervise.sh", *command, "--resume", "auto", "--out", "run"]
+    job = subprocess.Popen(command, cwd=folder, env=job_environment(variables), stderr=subprocess.PIPE, text=True)
+    stop = time.monotonic() + 20
+    while not (folder / file).exists():
+        assert time.monotonic() < stop
+        time.sleep(0.02)
+    job.send_signal(number)
+    error = job.communicate(timeout=20)[1]
+    return job.returncode, error
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "beside", "code"),
@@ -102,15 +112,8 @@ def test_each_launcher_gets_the_signal_that_lets_its_ranks_save(tmp_path, name, 
     for path in (folder / name, folder / beside):
         path.write_text(text)
         path.chmod(0o755)
-    env = job_environment()
-    command = ["bash", ROOT / "jobs/supervise.sh", name, "--resume", "auto", "--out", "run"]
-    job = subprocess.Popen(command, cwd=tmp_path, env={**env, "PATH": f"{folder}:{env['PATH']}"})
-    stop = time.monotonic() + 20
-    while not (tmp_path / "up").exists():
-        assert time.monotonic() < stop
-        time.sleep(0.02)
-    job.send_signal(signal.SIGTERM)
-    assert job.wait(20) == code
+    path = f"{folder}:{job_environment()['PATH']}"
+    assert signalled(tmp_path, [name], "up", signal.SIGTERM, PATH=path)[0] == code
 
 
 @pytest.mark.parametrize("code", ["2", "75"])
@@ -133,28 +136,6 @@ def test_a_signal_is_passed_on_and_nothing_is_started_again(tmp_path):
     (tmp_path / "job.sh").write_text(
         "trap 'sleep 0.5; echo saved >> starts; exit 75' TERM; echo start >> starts; while :; do sleep 0.05; done"
     )
-    command = ["bash", ROOT / "jobs/supervise.sh", "bash", "job.sh", "--resume", "auto", "--out", "run"]
-    job = subprocess.Popen(command, cwd=tmp_path, env=job_environment(), stderr=subprocess.PIPE, text=True)
-    stop = time.monotonic() + 20
-    while not (tmp_path / "starts").exists():
-        assert time.monotonic() < stop
-        time.sleep(0.02)
-    job.send_signal(signal.SIGUSR2)
-    error = job.communicate(timeout=20)[1]
-    assert job.returncode == 75 and (tmp_path / "starts").read_text() == "start\nsaved\n", error
+    code, error = signalled(tmp_path, ["bash", "job.sh"], "starts", signal.SIGUSR2)
+    assert code == 75 and (tmp_path / "starts").read_text() == "start\nsaved\n", error
     assert "supervised job ended exit=75 on SIGUSR2" in error
-
-
-@pytest.mark.long
-def test_a_killed_rank_costs_a_start_and_no_bit(launch, tmp_path):
-    words = [*training_job(tmp_path, TRAINING), tmp_path / "whole", 0, *NEVER, 2, 8, False, ""]
-    whole = launch(2, [str(word) for word in words])
-    assert whole.returncode == 0, whole.stderr
-    (tmp_path / "job.sh").write_text(
-        'echo start >> starts; moment=1000000000; [ "$(wc -l < starts)" != 1 ] || moment=30\n'
-        f'exec "{mpiexec()}" -n 2 "{sys.executable}" script.py text.txt killed 1 call $moment 2 8 False ""\n'
-    )
-    command, env = ["bash", ROOT / "jobs/supervise.sh", "bash", "job.sh"], {"CHECKPOINTS": "killed/checkpoints"}
-    job = subprocess.run(command, cwd=tmp_path, timeout=60, capture_output=True, text=True, env=job_environment(env))
-    assert job.returncode == 0 and (tmp_path / "starts").read_text() == "start\nstart\n", job
-    assert outcome(tmp_path / "killed") == outcome(tmp_path / "whole")

@@ -6,7 +6,7 @@ from mpipipe import arrays
 from mpipipe.comm.mailbox import Envelope, Mailbox
 from mpipipe.job.wait import wait_for
 
-SHAPES = [(), (0,), (1,), (3, 333), (2, 0, 4), (100_003,)]
+SHAPES = [(), (0,), (1,), (3,), (3, 333), (2, 0, 4), (2, 1, 3, 1, 2, 1, 1, 2), (1,) * 12, (100_003,)]
 
 
 def neighbours(comm):
@@ -35,11 +35,11 @@ def go_round(comm, transport, sent, received, *name):
     finish(transport.irecv(received, left, *name), transport.isend(sent, right, *name))
 
 
-def check_every_shape(comm, transport, kind):
-    """Arrays of all shapes, on the device, arrive as they were sent."""
+def check_every_shape(comm, transport, kind, place=arrays.upload):
+    """Arrays of all shapes, on the device or where `place` brings them, arrive as they were sent."""
     for number, shape in enumerate(SHAPES):
         received = transport.empty(shape, np.dtype(kind))
-        go_round(comm, transport, arrays.upload(content(shape, kind, 10 * number + comm.rank)), received, 1, 5)
+        go_round(comm, transport, place(content(shape, kind, 10 * number + comm.rank)), received, 1, 5)
         expected = content(shape, kind, 10 * number + neighbours(comm)[1])
         np.testing.assert_array_equal(arrays.download(received), expected)
 

@@ -36,7 +36,8 @@ from support.watchdog import GRACE, Watchdog
 
 COMMUNICATORS = {"comm", "subcomm"}
 SHARED = COMMUNICATORS | {"mpi_tmp_path", "mpi_tmpdir", "mpi_file_name"}
-ALIKE = {*SHARED, "collective", "request", "monkeypatch", "capfd", "capsys", "caplog", "tmp_path"}  # on every rank
+# fixtures that are there on every rank
+ALIKE = {*SHARED, "collective", "request", "monkeypatch", "capfd", "capsys", "caplog", "tmp_path", "room"}
 JOBS = {"launch", "allow_seconds"}
 DIRTY = pytest.StashKey[bool]()  # a test failed: messages may be left in its communicators
 ROW = 512  # bytes of an exchange of one step: a label, and that all is well
@@ -85,6 +86,14 @@ def _estimate(item, known) -> float:
     if item.nodeid in known:
         return known[item.nodeid]
     return 2.0 if starts_jobs(item) else 0.1
+
+
+def on_rank_0(comm, act, *arguments):
+    """Let rank 0 alone do something, after all ranks have come to it and before any goes on."""
+    comm.Barrier()
+    if comm.rank == 0:
+        act(*arguments)
+    comm.Barrier()
 
 
 def listed(ranks) -> str:

@@ -5,12 +5,12 @@ of a head turned against each other (`turned`), separate projections, and matric
 """
 
 import json
-from math import pi
 from types import SimpleNamespace
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from support.reference_gpt import attended, gelu, normal
 from support.reference_rope import frequencies
 
 _DECODER = {
@@ -121,7 +121,7 @@ def _decoder(c, t, ids):
         if f"{at}self_attn.q_norm.weight" in t:
             q, k = _rms(q, t[f"{at}self_attn.q_norm.weight"], c), _rms(k, t[f"{at}self_attn.k_norm.weight"], c)
         q, k = turned(q, angles) * amplitude, turned(k, angles) * amplitude
-        x = x + linear(_attention(q, k, v, _window(c, i)), "self_attn.o_proj")
+        x = x + linear(attended(q, k, v, _window(c, i)), "self_attn.o_proj")
         y = _rms(x, t[f"{at}post_attention_layernorm.weight"], c)
         gate = linear(y, "mlp.gate_proj")
         x = x + linear(gate / (1 + np.exp(-gate)) * linear(y, "mlp.up_proj"), "mlp.down_proj")
@@ -139,10 +139,9 @@ def _gpt2(c, t, ids):
 
         y = conv(_layer_norm(x, t, f"{at}ln_1", c), "attn.c_attn")
         q, k, v = (_heads(part, c["n_embd"] // c["n_head"]) for part in np.split(y, 3, -1))
-        x = x + conv(_attention(q, k, v, None), "attn.c_proj")
+        x = x + conv(attended(q, k, v, None), "attn.c_proj")
         y = conv(_layer_norm(x, t, f"{at}ln_2", c), "mlp.c_fc")
-        y = y * (1 + np.tanh(np.sqrt(2 / pi) * (y + 0.044715 * y**3))) / 2
-        x = x + conv(y, "mlp.c_proj")
+        x = x + conv(gelu(y), "mlp.c_proj")
     head = t["transformer.wte.weight"] if c.get("tie_word_embeddings", True) else t["lm_head.weight"]
     return _layer_norm(x, t, "transformer.ln_f", c) @ head.T
 
@@ -152,13 +151,12 @@ def _head_dim(c):
 
 
 def _rms(x, gain, c):
-    return gain * x / np.sqrt((x * x).mean(-1, keepdims=True) + c["rms_norm_eps"])
+    return gain * normal(x, c["rms_norm_eps"])
 
 
 def _layer_norm(x, t, name, c):
     apart = x - x.mean(-1, keepdims=True)
-    root = np.sqrt((apart * apart).mean(-1, keepdims=True) + c["layer_norm_epsilon"])
-    return t[f"{name}.weight"] * apart / root + t[f"{name}.bias"]
+    return t[f"{name}.weight"] * normal(apart, c["layer_norm_epsilon"]) + t[f"{name}.bias"]
 
 
 def _heads(x, size):
@@ -170,18 +168,6 @@ def turned(x, angles):
     first, second = np.split(x, 2, -1)
     cos, sin = np.cos(angles)[:, None, :], np.sin(angles)[:, None, :]
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
-
-
-def _attention(q, k, v, window):
-    group = q.shape[2] // k.shape[2]
-    k, v = np.repeat(k, group, 2), np.repeat(v, group, 2)
-    scores = np.einsum("bihd,bjhd->bhij", q, k) / np.sqrt(q.shape[-1])
-    behind = np.arange(q.shape[1])[:, None] - np.arange(q.shape[1])
-    seen = (behind >= 0) & (behind < (window or len(behind)))
-    scores = np.where(seen, scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    return np.einsum("bhij,bjhd->bihd", weights, v).reshape(*q.shape[:2], -1)
 
 
 def _window(c, layer):

@@ -44,10 +44,10 @@ def derivative(parameters, model, tokens, targets, direction):
 def _norm(x, p, name, model):
     if model.norm == "layer":
         x = x - x.mean(-1, keepdims=True)
-    return _normal(x, model.eps) * p[f"{name}.gain"] + p.get(f"{name}.bias", 0)
+    return normal(x, model.eps) * p[f"{name}.gain"] + p.get(f"{name}.bias", 0)
 
 
-def _normal(x, eps):
+def normal(x, eps):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
 
 
@@ -57,19 +57,23 @@ def _attention(x, p, name, model, window):
     projected = x @ p[f"{name}.qkv"].T + p.get(f"{name}.qkv_bias", 0)
     q, k, v = np.split(projected.reshape(batch, seq, -1, size), heads, axis=2)
     if model.qk_norm:
-        q = _normal(q, model.eps) * p[f"{name}.q_norm"]
-        k = _normal(k, model.eps) * p[f"{name}.k_norm"]
+        q = normal(q, model.eps) * p[f"{name}.q_norm"]
+        k = normal(k, model.eps) * p[f"{name}.k_norm"]
     if model.positions == "rotary":
         q, k = _rope(q, model), _rope(k, model)
-    group = model.heads // model.kv_heads
-    k, v = np.repeat(k, group, axis=2), np.repeat(v, group, axis=2)
+    return attended(q, k, v, window) @ p[f"{name}.out"].T + p.get(f"{name}.out_bias", 0)
+
+
+def attended(q, k, v, window):
+    """Causal attention within a window, where there is one, as (batch, seq, heads * size)."""
+    batch, seq, heads, size = q.shape
+    k, v = (np.repeat(x, heads // k.shape[2], axis=2) for x in (k, v))
     scores = np.einsum("bihd,bjhd->bhij", q, k) / np.sqrt(size)
     behind = np.arange(seq)[:, None] - np.arange(seq)
     scores = np.where((behind >= 0) & (behind < (window or seq)), scores, -np.inf)
     weights = np.exp(scores - scores.real.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    out = np.einsum("bhij,bjhd->bihd", weights, v).reshape(batch, seq, -1)
-    return out @ p[f"{name}.out"].T + p.get(f"{name}.out_bias", 0)
+    return np.einsum("bhij,bjhd->bihd", weights, v).reshape(batch, seq, -1)
 
 
 def _rope(x, model):
@@ -87,6 +91,10 @@ def _feed_forward(x, p, name, model):
     down, down_bias = p[f"{name}.down"], p.get(f"{name}.down_bias", 0)
     if model.feed_forward == "gelu":
         u = x @ p[f"{name}.up"].T + p.get(f"{name}.up_bias", 0)
-        return u * (1 + np.tanh(np.sqrt(2 / np.pi) * (u + 0.044715 * u**3))) / 2 @ down.T + down_bias
+        return gelu(u) @ down.T + down_bias
     gate, up = np.split(x @ p[f"{name}.gate_up"].T + p.get(f"{name}.gate_up_bias", 0), 2, axis=-1)
     return (gate / (1 + np.exp(-gate)) * up) @ down.T + down_bias
+
+
+def gelu(u):
+    return u * (1 + np.tanh(np.sqrt(2 / np.pi) * (u + 0.044715 * u**3))) / 2

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mpipipe import Pipeline, arrays, nn, optim, schedules
+from mpipipe import Mesh, Pipeline, arrays, checkpoint, nn, optim, schedules
 from mpipipe.attention import Local
 from mpipipe.checkpoint import contents
 from mpipipe.language.models import GPT
@@ -11,6 +11,7 @@ from mpipipe.language.models.weights import own_arrays
 from mpipipe.nn import announce_write
 
 MODEL = GPT(dim=8, layers=3, heads=2, kv_heads=1, hidden=12, seq_len=16, tied=True)
+STATE = {"loss": 0.1, "clip": float("inf"), "list": [1, None, True, "text \N{SNOWMAN}"], "nested": {"a": {}}}
 HEAD = f"{2 * MODEL.layers + 1}.1.weight"  # the same as 0.weight
 
 
@@ -61,3 +62,10 @@ def values(stages, optimizer):
         name: array.whole() if isinstance(array, optim.StateShard) else np.array(arrays.download(array))
         for name, array in found.items()
     }
+
+
+def saved(comm, root, pipe, **keys):
+    """Save step 3 of a trained model; the path of the checkpoint."""
+    with Mesh(comm, pipe=pipe) as mesh:
+        stages, optimizer = trained(mesh, **keys)
+        return checkpoint.save(root, mesh, stages, fill(optimizer), step=3, state=STATE)

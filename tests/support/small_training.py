@@ -66,43 +66,6 @@ def records(config):
     return [{key: value for key, value in line.items() if key not in CLOCKED} for line in metrics(config)]
 
 
-JOB = """
-import errno, json, os, resource, signal, subprocess, sys, threading, time
-from pathlib import Path
-from mpipipe import files
-from mpipipe.checkpoint import owner, tensor_files
-from mpipipe.job import runtime
-from mpipipe.job.context import current_rank
-from mpipipe.job.exit import run_or_abort
-from mpipipe.language.models import GPT
-from mpipipe.train import TaskFileConfig, TrainConfig, load_task, run, train
-from mpipipe.train.trainer import Trainer
-
-comm, (text, out, *words) = runtime.world(), sys.argv[1:]
-rank, options, task = comm.rank, {}, ""  # the file of a task; "" for text
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def before(name, what):
-    original = getattr(Trainer, name)
-    def call(self, *arguments):
-        what(*arguments)
-        return original(self, *arguments)
-    setattr(Trainer, name, call)
-BODY
-if task:
-    small = dict(batch=8, microbatches=2, log_every=1, eval_batches=1, device="cpu")
-    config = TaskFileConfig(task=task, out=out, **small, **options)
-    sys.exit(run_or_abort(lambda: run(load_task(task, (), comm), config, comm)))
-config = TrainConfig(**{**dict(
-    data=[text], out=out, dim=16, layers=2, heads=2, hidden=32, seq_len=16, batch=8, microbatches=2, log_every=1,
-    eval_batches=1, sample_bytes=0, device="cpu",
-), **options})
-sys.exit(run_or_abort(lambda: train(config, GPT)))
-"""
-
-
 TASK = """
 import numpy as np
 from mpipipe import nn, train
@@ -124,12 +87,3 @@ class Fields(train.Task):
     def show(self, output, target, shard):
         return f"--- sample\\n{output[0]}\\n---"
 """
-
-
-def training_job(folder, body):
-    """[script, text] of a job that trains; `body` sees its ranks and its `words`, and may set `options`."""
-    script, text = folder / "script.py", folder / "text.txt"
-    script.write_text(JOB.replace("BODY", body))
-    (folder / "fields.py").write_text(TASK)
-    text.write_text("one two three four\n" * 200)
-    return [str(script), str(text)]

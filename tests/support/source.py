@@ -32,10 +32,5 @@ def sources():
     return trees().items()
 
 
-def findings(search):
-    """["path:line", ...] of what a search of a syntax tree finds in the package."""
-    return [f"{name}:{found}" for name, tree in sources() for found in search(tree)]
-
-
 def refuse(found):
     assert not found, f"{len(found)} found\n" + "\n".join(found)

@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from support.tolerance import close
+
 
 def path(model, tokens: int = 0) -> int:
     """Operations behind one gradient: the sums on the way through all layers and back, and over the tokens of a batch.
@@ -26,3 +28,10 @@ def curve(model, steps: int, rate: float):
     about 4 / sqrt(N). Every step adds that much (clipping holds the norm at 1 or below).
     """
     return 1 + 4 * rate * np.sqrt(model.parameters) * np.arange(steps)
+
+
+def close_curves(found, expected, model, dtype="float64", rate=1e-2):
+    """Assert that numbers of each step of two trainings, with batches of 8 sequences, differ by rounding alone."""
+    found, expected = np.array(found), np.array(expected)
+    growth = curve(model, len(found), rate).reshape(-1, *[1] * (found.ndim - 1))
+    close(found, expected, path(model, 8 * model.seq_len), growth * np.abs(expected), dtype=dtype)

@@ -1,11 +1,9 @@
-"""The batches of a training of text, and bytes that continue a prompt, as plain functions."""
+"""The batches of a training of text, as plain functions."""
 
 from types import SimpleNamespace
 
-from mpipipe.job.group import group_of
 from mpipipe.language.data import windows
 from mpipipe.language.data.windows import read_windows
-from mpipipe.language.inference.generation import Sampling, answers, check_prompts
 
 
 def training_starts(length, *, seed, step, batch, rows, seq_len, order="random"):
@@ -24,12 +22,3 @@ def validation_batch(tokens, *, index, batches, batch, rows, seq_len):
     config = SimpleNamespace(eval_batches=batches, batch=batch, seq_len=seq_len)
     starts = windows.validation_starts(config, len(tokens), index, range(rows.start, rows.stop))
     return read_windows(tokens, starts, seq_len)
-
-
-def generate(decoder, prompt, count, *, temperature, seed):
-    """So many bytes that a model of bytes continues `prompt` with."""
-    with group_of(decoder.mesh.comm).raise_together("the prompt"):
-        sampling = Sampling(temperature, seed)
-        check_prompts([prompt], count, 256)
-    (answer,) = answers(decoder, [prompt], count, sampling)
-    return bytes(answer.tokens)

@@ -5,20 +5,32 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from support import harness
-from support.small_training import records, training_job
+from support.small_training import TASK, records
 
 from mpipipe import checkpoint
 
 # a training of which one rank is killed: at its n-th call of something that changes a file or makes a step, or so many
 # milliseconds after its first step has begun, wherever it is then
 TRAINING = """
-(victim, how, moment, pipe, steps, sharded, task), left = words, [0]
-left[0] = int(moment) if how == "call" else 0
+import os, signal, sys, threading
+from pathlib import Path
+from mpipipe.job import runtime
+from mpipipe.job.exit import run_or_abort
+from mpipipe.language.models import GPT
+from mpipipe.train import TaskFileConfig, TrainConfig, load_task, run, train
+from mpipipe.train.trainer import Trainer
+
+comm = runtime.world()
+text, out, victim, how, moment, pipe, steps, sharded, task = sys.argv[1:]
+left = [int(moment) if how == "call" else 0]
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
 
 def watched(function):
     def call(*arguments, **keys):
         left[0] -= 1
-        if rank == int(victim) and left[0] == 0:
+        if comm.rank == int(victim) and left[0] == 0:
             die()
         return function(*arguments, **keys)
     return call
@@ -26,15 +38,23 @@ def watched(function):
 for name in ("replace", "fsync", "write", "rename", "mkdir", "unlink"):
     setattr(os, name, watched(getattr(os, name)))
 Path.unlink, Path.mkdir = watched(Path.unlink), watched(Path.mkdir)
-Trainer.step = watched(Trainer.step)
 timer = threading.Timer(int(moment) / 1000, die)
 timer.daemon = True
-before("step", lambda *_: timer.start() if how == "time" and rank == int(victim) and timer.ident is None else None)
-options = dict(steps=int(steps), eval_every=4, save_every=1, keep=2, resume="auto", pipe=int(pipe))
-options["shard_optimizer"] = sharded == "True"
-options |= {} if task else dict(sample_bytes=8, dropout=0.1)
+
+def step(self, number, original=watched(Trainer.step)):
+    if how == "time" and comm.rank == int(victim) and timer.ident is None:
+        timer.start()
+    return original(self, number)
+
+Trainer.step = step
+keys = dict(out=out, batch=8, microbatches=2, log_every=1, eval_batches=1, device="cpu", steps=int(steps), eval_every=4,
+            save_every=1, keep=2, resume="auto", pipe=int(pipe), shard_optimizer=sharded == "True")
+if task:  # the file of a task; "" for text
+    config = TaskFileConfig(task=task, **keys)
+    sys.exit(run_or_abort(lambda: run(load_task(task, (), comm), config, comm)))
+sizes = dict(dim=16, layers=2, heads=2, hidden=32, seq_len=16, sample_bytes=8, dropout=0.1)
+sys.exit(run_or_abort(lambda: train(TrainConfig(data=[text], **sizes, **keys), GPT)))
 """
-NEVER = "call", 10**9
 CALLS, MILLISECONDS = 40, 60  # within which a rank is killed
 STEPS = 12  # for each kill: more than a life makes that is so short
 
@@ -45,13 +65,16 @@ def train(launch, tmp_path, request):
 
     A job whose optimizer is sharded, but for the whole one, is to end as that does.
     """
-    task = str(tmp_path / "fields.py") if request.param == "task" else ""
-    job = training_job(tmp_path, TRAINING)
+    script, text, task = tmp_path / "script.py", tmp_path / "text.txt", tmp_path / "fields.py"
+    script.write_text(TRAINING)
+    text.write_text("one two three four\n" * 200)
+    task.write_text(TASK)
 
-    def start(name, ranks, pipe, steps, victim=0, how=NEVER[0], moment=NEVER[1]):
+    def start(name, ranks, pipe, steps, victim=0, how="call", moment=10**9):
         sharded = request.param == "sharded" and name != "whole"
-        words = [str(word) for word in (tmp_path / name, victim, how, moment, pipe, steps, sharded, task)]
-        return launch(ranks, [*job, *words], timeout=60 + steps)
+        file = task if request.param == "task" else ""
+        words = script, text, tmp_path / name, victim, how, moment, pipe, steps, sharded, file
+        return launch(ranks, list(map(str, words)), timeout=60 + steps)
 
     return start
 

@@ -4,7 +4,6 @@ import io
 import json
 import os
 import re
-import resource
 import struct
 import sys
 
@@ -210,14 +209,6 @@ def test_what_is_no_record_is_refused_with_the_file(tmp_path, text):
 
 
 # -- streams and files that cannot be written, and names that are no text ----------------------------------------------
-
-
-@pytest.fixture
-def room():
-    """room(bytes): no file of this process can grow beyond that; None: no limit."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if size is None else size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_lines_that_find_no_room_are_left_out_whole(tmp_path, room, monkeypatch):

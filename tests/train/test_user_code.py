@@ -1,18 +1,14 @@
 """Code of a user that ends the program, raises at the end, or gives what cannot be meant: one report with its line."""
 
 import json
-import random
-import time
 
-import numpy as np
 import pytest
-from support.small_training import metrics, records
+from support.small_training import metrics
 
-from mpipipe import nn
 from mpipipe.cli.output import naming_exits
 from mpipipe.errors import ConfigError, MpipipeError
 from mpipipe.job import inprocess
-from mpipipe.train import Task, TaskConfig, TaskFileConfig, load_task, run
+from mpipipe.train import TaskFileConfig, load_task, run
 from mpipipe.train.setup import export
 
 FILE = """
@@ -130,18 +126,16 @@ def test_a_metric_that_is_not_finite_is_null_in_json_over_a_resume(tmp_path):
             json.loads(text, parse_constant=pytest.fail)
 
 
-@pytest.mark.parametrize("name", ["'__metadata__'", "'\\udc80'", "''", "3", "'same'"])
-def test_a_name_that_no_reader_of_weights_takes_is_refused(tmp_path, name):
-    train(tmp_path, {"state_name": f"return {name}"})
-    with pytest.raises(ConfigError, match="state_name gives no name of its own"):
+NAMES = {f"return {name}": "no name of its own" for name in ("'__metadata__'", "'\\udc80'", "''", "3", "'same'")}
+NAMES["raise KeyError(name)"] = r"state_name in waves.py raised KeyError(.|\n)*line "
+
+
+@pytest.mark.parametrize("line", NAMES)
+def test_a_name_that_no_reader_of_weights_takes_is_refused(tmp_path, line):
+    train(tmp_path, {"state_name": line})
+    with pytest.raises(ConfigError, match=NAMES[line]):
         export(tmp_path / "run", tmp_path / "weights.safetensors")
     assert not (tmp_path / "weights.safetensors").exists()
-
-
-def test_a_name_that_raises_is_one_report_with_its_line(tmp_path):
-    train(tmp_path, {"state_name": "raise KeyError(name)"})
-    with pytest.raises(ConfigError, match=r"Waves.state_name in waves.py raised KeyError(.|\n)*line "):
-        export(tmp_path / "run", tmp_path / "weights.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -159,57 +153,3 @@ def test_a_file_in_an_encoding_of_its_own_is_read_as_python_reads_it(tmp_path, e
 
     inprocess.run(1, work)
     assert tasks[0].name == "caf\xe9" and (tmp_path / "run" / "waves.py").read_bytes() == file.read_bytes()
-
-
-class Reads(Task):
-    """A reader with one handle and global generators, which it seeds, and with them those of another method."""
-
-    loss = staticmethod(nn.mean_squared_error)
-    handle = None
-
-    def __init__(self, place, read_ahead, slow):
-        self.place, self.read_ahead, self.slow, self.scratch = place, read_ahead, slow, np.empty((8, 4))
-
-    def layers(self, shard):
-        return [nn.Linear(4, 8), nn.Gelu(), nn.Dropout(0.3), nn.Linear(8, 4)]
-
-    def sleep(self):
-        if self.slow and random.Random(time.perf_counter_ns()).random() < 0.2:
-            time.sleep(1e-3)
-
-    def batch(self, step, rows, shard):
-        random.seed(step)
-        np.random.seed(step)
-        order = [random.randrange(512) for _ in range(8)]
-        noise = np.random.normal(size=(8, 4))[rows.start : rows.stop]
-        self.handle = self.handle or open(self.place, "rb")
-        for place, number in enumerate(order[rows.start : rows.stop]):
-            self.handle.seek(32 * number)
-            self.sleep()
-            self.scratch[place] = np.frombuffer(self.handle.read(32))
-        found = self.scratch[: len(rows)]
-        self.sleep()
-        return found, found[:, ::-1] + noise
-
-    def validation(self, index, rows, shard):
-        return self.batch(10_000 + index, rows, shard)
-
-    def rate_at(self, step, config):
-        np.random.seed(99)
-        random.seed(99)
-        return 1e-3
-
-
-@pytest.mark.long
-def test_200_steps_of_a_reader_that_sleeps_at_random_places_have_the_bits_of_one_alone(tmp_path):
-    place = tmp_path / "rows.bin"
-    np.random.default_rng(0).normal(size=(512, 4)).tofile(place)
-
-    def losses(*how):
-        keys = dict(batch=8, steps=200, microbatches=2, eval_every=9, log_every=1, device="cpu", dtype="float64")
-        config = TaskConfig(**keys, out=str(tmp_path / str(how)))
-        inprocess.run(1, lambda comm: run(Reads(place, *how), config, comm))
-        return records(config)
-
-    expected = losses(False, False)
-    assert losses(False, True) == losses(True, True) == expected and len(expected) == 201

@@ -1,12 +1,10 @@
 """The table: every fault, in one file for each kind of trouble."""
 
-from faults.cases import commands, exceptions, good, leaving, mismatches, settings, signals, stuck
+from faults.cases import exceptions, good, leaving, mismatches, settings, signals, stuck
 from faults.fault import Case, Fault
 
 FAULTS: tuple[Fault, ...] = tuple(
-    fault
-    for module in (good, exceptions, leaving, signals, mismatches, stuck, settings, commands)
-    for fault in module.FAULTS
+    fault for module in (good, exceptions, leaving, signals, mismatches, stuck, settings) for fault in module.FAULTS
 )
 
 

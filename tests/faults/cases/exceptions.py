@@ -1,6 +1,7 @@
 """A rank raises: in its stage, in its loss, or between the calls that the ranks make together."""
 
-from faults.blocks import NONZERO, OPENING, PLAIN, RUN, Fault, failing, on
+from faults.blocks import OPENING, failing, on
+from faults.fault import NONZERO, PLAIN, RUN, Fault
 
 BROKEN_BACKWARD = """
 def broken(dy, saved):

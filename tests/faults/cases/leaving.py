@@ -1,6 +1,7 @@
 """A rank ends: with a code of its own, without a word, or before the others call what needs all of them."""
 
-from faults.blocks import NONZERO, OPENING, PLAIN, RUN, Fault, failing, on
+from faults.blocks import OPENING, failing, on
+from faults.fault import NONZERO, PLAIN, RUN, Fault
 
 # what the others do together -> its text
 TOGETHER = {
@@ -76,18 +77,6 @@ FAULTS = (
         on("last", "sys.exit(0)") + "build()", "no rank has made progress", "rank {last} does not answer: it has left",
         env={"MPIPIPE_WATCHDOG": "2"}, plain_code=124, ranks=(2, 4), modes=(PLAIN,), reports=None,
         quick=(2, PLAIN)),
-    failing(
-        "the last rank exits with 0 between a step and a clip",
-        "never joins",
-        """
-leave = lambda: sys.exit(0) if rank == last else None
-train(between=lambda: (leave(), optim.clip_by_global_norm(stages, 1.0, comm)))
-""",
-        "world rank {last}",
-        "PeerError",
-        ranks=(2, 3),
-        quick=(2, RUN),
-    ),
     failing("rank 2 exits with 3", "exit", "if rank == 2: sys.exit(3)\ntrain()", "rank 2", code=3, ranks=(3, 4),
         modes=(RUN,), quick=(3, RUN)),
     _code(75, 75),

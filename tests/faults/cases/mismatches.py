@@ -1,10 +1,7 @@
 """Ranks that disagree, and arguments that are wrong: every rank raises the same, and one reports it."""
 
-from faults.blocks import RUN, on, refused
-
-
-def _differs(name, odd, *says, rest="train()", **options):
-    return refused(f"{name} differs", "mismatch", on("last", odd or "pass") + rest, *says, **options)
+from faults.blocks import refused
+from faults.fault import RUN
 
 
 def _misuse(name, body, *says, **options):
@@ -22,7 +19,7 @@ FAULTS = (
         quick=(2, RUN)),
     _misuse("a loss that is not a number", "if rank == last: targets[700] = np.nan\ntrain()",
         "NonFiniteError: rank {last}, stage {last}, micro-batch 1", code=(1, 2), quick=(2, RUN)),
-    _differs("number of steps", "", "MismatchError", "close", rest="train(3 if rank == last else 4)", never=()),
+    _mismatch("number of steps differs", "train(3 if rank == last else 4)", "MismatchError", "close", never=()),
     _mismatch("ranks step different pipelines",
         "a, b = build(), build()\n(a if rank == last else b).step(inputs, targets)", "MismatchError", code=(1, 2),
         ranks=(2, 4), quick=(2, RUN)),

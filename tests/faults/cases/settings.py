@@ -1,6 +1,7 @@
 """The environment, the launcher and MPI itself are not as they should be."""
 
-from faults.blocks import NONZERO, OPENING, PLAIN, RUN, Fault, failing, good
+from faults.blocks import OPENING, failing, good
+from faults.fault import NONZERO, PLAIN, RUN, Fault
 
 NOT_INITIALISED = "import mpi4py\nmpi4py.rc.initialize = False\n"
 

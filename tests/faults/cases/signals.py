@@ -2,8 +2,8 @@
 
 import signal
 
-from faults.blocks import NONZERO, PLAIN, RUN, failing, good, on
-from faults.fault import Send
+from faults.blocks import failing, good, on
+from faults.fault import NONZERO, PLAIN, RUN, Send
 
 KILL_ITSELF = "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntrain(100000)"
 INTERRUPTED = 130

@@ -1,6 +1,7 @@
 """A rank that comes late or never: it loops, waits for a thing of its own, or calls from another thread."""
 
-from faults.blocks import OPENING, PLAIN, RUN, Fault, failing, on
+from faults.blocks import OPENING, failing, on
+from faults.fault import PLAIN, RUN, Fault
 
 SHORT = {"MPIPIPE_TIMEOUT": "3"}
 LOOP = "breaks('forward', lambda: [None for _ in iter(int, 1)])"

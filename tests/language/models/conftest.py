@@ -1,9 +1,11 @@
-"""Small trainings on tokens."""
+"""Small trainings on tokens, and folders to begin from."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support import huggingface_reference as theirs
+from support.harness import on_rank_0
 
 from mpipipe.language import data
 from mpipipe.train import TrainConfig
@@ -26,5 +28,17 @@ def chosen(comm, mpi_tmp_path):
             eval_batches=1, sample_bytes=0, device="cpu", dtype="float64", pipe=comm.size,
         )  # fmt: skip
         return TrainConfig(**{**small, **keys})
+
+    return make
+
+
+@pytest.fixture
+def folder(comm, mpi_tmp_path):
+    """folder(family, **options): the folder of a model of that family, written by hand, and its configuration."""
+
+    def make(family="llama", **options):
+        config = {**theirs.CONFIGS[family], **options}
+        on_rank_0(comm, theirs.write_folder, Path(mpi_tmp_path, "source"), config, theirs.tensors_of(config))
+        return Path(mpi_tmp_path, "source"), config
 
     return make

@@ -14,7 +14,6 @@ from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.language.models import GPT
 from mpipipe.language.models.fine_tuning import FineTuning
 from mpipipe.language.models.model_folder import convert, open_model
-from mpipipe.nn.layers.head_slices import TILE_BYTES
 from mpipipe.planning.problem import declared, layers_with
 from mpipipe.train import TrainConfig, train
 
@@ -23,15 +22,9 @@ LORA = "2,4,q_proj,v_proj,down_proj"
 
 
 @pytest.fixture
-def base(comm, mpi_tmp_path):
-    """A model folder of a Llama, written by hand."""
-    if comm is None:
-        return None
-    if comm.rank == 0:
-        config = theirs.CONFIGS["llama"]
-        theirs.write_folder(Path(mpi_tmp_path, "base"), config, theirs.tensors_of(config))
-    comm.Barrier()
-    return Path(mpi_tmp_path, "base")
+def base(comm, folder):
+    """A model folder of a Llama."""
+    return None if comm is None else folder()[0]
 
 
 @pytest.fixture
@@ -132,13 +125,6 @@ def test_frozen_layers_count_less_in_the_cut_into_stages():
     assert FineTuning(freeze=("*", "!3.*", "!5.0.gain")).costs(model, ["3.layer.1.down", "5.0.gain"]) == expected
     adapted = FineTuning(lora=nn.LoRA(1, 1.0, ["q_proj"]))
     assert adapted.costs(model, ["1.layer.1.q_proj.lora_A"])[1:] == [cost * 2 / 3 for cost in whole[1:]]
-
-
-def test_the_loss_in_tiles_trains_as_the_whole_one_does(comm, run, monkeypatch):
-    whole = run("whole", dim=16, layers=2, heads=2, eval_every=1)
-    monkeypatch.setitem(TILE_BYTES, "cpu", 5 * 48 * 8)
-    tiles = run("tiles", dim=16, layers=2, heads=2, eval_every=1)
-    close(validations(tiles), validations(whole), 4000, 100)
 
 
 @pytest.mark.parametrize(

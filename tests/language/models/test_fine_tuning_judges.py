@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import transformers_judge as judge
+from support.harness import on_rank_0
 from support.small_training import metrics
 from support.windows import training_batch, validation_batch
 
@@ -65,9 +66,7 @@ def test_twenty_steps_equal_those_of_transformers_with_adamw(torch, comm, mpi_tm
 
     folder, out = Path(mpi_tmp_path, "model"), Path(mpi_tmp_path, "run")
     model = judge.make(family, "float32")
-    if comm.rank == 0:
-        model.save_pretrained(folder)
-    comm.Barrier()
+    on_rank_0(comm, model.save_pretrained, folder)
     config = TrainConfig(
         from_=str(folder), out=str(out), seq_len=LENGTH, batch=BATCH, microbatches=4, steps=STEPS, lr=LR, warmup=WARMUP,
         clip=CLIP, weight_decay=DECAY, log_every=1, eval_every=STEPS, eval_batches=1, sample_bytes=0, device="cpu",

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import huggingface_reference as theirs
+from support.harness import on_rank_0
 from support.small_training import metrics
 from support.tolerance import close
 from support.training_tolerance import path
@@ -27,28 +28,12 @@ FAMILIES = {
 }
 
 
-@pytest.fixture
-def folder(comm, mpi_tmp_path):
-    """folder(family, **options): a model folder of that family, written by hand."""
-
-    def make(family="llama", name="source", **options):
-        config = {**theirs.CONFIGS[family], **FAMILIES.get(family, {}), **options}
-        if comm.rank == 0:
-            theirs.write_folder(Path(mpi_tmp_path, name), config, theirs.tensors_of(config))
-        comm.Barrier()
-        return Path(mpi_tmp_path, name), config
-
-    return make
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_training_begins_with_the_model_of_the_folder_and_leaves_one_with_the_loss_that_it_reports(
     comm, folder, chosen, source, family
 ):
-    place, config = folder(family, bos_token_id=11)
-    if comm.rank == 0:
-        (place / "tokenizer_config.json").write_text('{"eos_token": null}')
-    comm.Barrier()
+    place, config = folder(family, **FAMILIES[family], bos_token_id=11)
+    on_rank_0(comm, (place / "tokenizer_config.json").write_text, '{"eos_token": null}')
     run = chosen(from_=str(place))
     record = train(run, GPT, comm, data=source)
     if comm.rank:

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import transformers_judge as judge
+from support.harness import on_rank_0
 from support.tolerance import close, largest
 
 from mpipipe import Mesh, nn
@@ -89,9 +90,7 @@ def test_peft_opens_the_folder_of_an_adapter(torch, comm, mpi_tmp_path, family, 
     import transformers
 
     folder, adapter = Path(mpi_tmp_path, "model"), Path(mpi_tmp_path, "adapter")
-    if comm.rank == 0:
-        judged(torch, family, targets, folder)
-    comm.Barrier()
+    on_rank_0(comm, judged, torch, family, targets, folder)
     found, lora, stage = stage_of(folder, lora=nn.LoRA(2, 5.0, targets))
     for name in stage.gradients:
         stage.parameters[name][...] = np.random.default_rng(len(name)).standard_normal(stage.parameters[name].shape)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from support import huggingface_reference as theirs
+from support.harness import on_rank_0
 from support.tolerance import close, largest
 from support.training_tolerance import path
 
@@ -167,9 +168,7 @@ def test_a_rank_reads_its_share_and_one_percent(comm, mpi_tmp_path, files, tied)
     folder = Path(mpi_tmp_path, "model")
     config = {**theirs.CONFIGS["llama"], **SIZES, "tie_word_embeddings": tied}
     tensors = theirs.tensors_of(config)
-    if comm.rank == 0:
-        theirs.write_folder(folder, config, tensors, files)
-    comm.Barrier()
+    on_rank_0(comm, theirs.write_folder, folder, config, tensors, files)
     found = open_on_all(comm, str(folder))
     with Mesh(comm, pipe=comm.size) as mesh:
         start, stop = schedules.partition(found.model.costs(), comm.size)[comm.rank]
