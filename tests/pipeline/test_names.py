@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import dense
+from support.dense import near
 from support.random_schedules import runnable_schedules
-from support.skip_nets import near
 
 from mpipipe import Branches, Mesh, Pipeline, cut, nn, schedules
 from mpipipe.errors import ArgumentError, PeerError

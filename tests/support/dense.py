@@ -85,17 +85,29 @@ def whole(stages):
     return [TanhStage(number, *extents[number : number + 2]) for number in range(stages)]
 
 
-def reference(stages, inputs, targets):
-    """(loss, weight gradient of each stage, input gradient, output) of the whole batch at once."""
-    layers = whole(stages)
-    x, kept = inputs, []
+def through(layers, x, loss):
+    """(value, input gradient, output) of layers one after the other; loss(output) -> (value, gradient)."""
+    kept = []
     for layer in layers:
         x, saved = layer.forward(x)
         kept.append(saved)
-    loss, dy = mean_squared(x, targets)
+    value, dy = loss(x)
     for layer, saved in zip(layers[::-1], kept[::-1]):
         dy = layer.backward(dy, saved)
-    return loss, [layer.gradient for layer in layers], dy, x
+    return value, dy, x
+
+
+def reference(stages, inputs, targets):
+    """(loss, weight gradient of each stage, input gradient, output) of the whole batch at once."""
+    layers = whole(stages)
+    loss, dx, output = through(layers, inputs, lambda y: mean_squared(y, targets))
+    return loss, [layer.gradient for layer in layers], dx, output
+
+
+def near(found, expected, what=""):
+    """Equal but for rounding: a few hundred rounded sums of numbers of the size of the largest one."""
+    size = max(1e-3, float(np.abs(expected).max()))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12 * size, err_msg=str(what))
 
 
 def bounds(stages, inputs, targets):

@@ -4,6 +4,7 @@ import numpy as np
 
 from mpipipe import Branches
 from support import dense
+from support.dense import near
 
 
 def drawn(name, *shape):
@@ -95,8 +96,3 @@ def assert_equal_to(expected, stages):
         near(stage.gradient, gradients[stage.number])
         for name, found in stage.other_gradients.items():
             near(found, of_skips[name])
-
-
-def near(found, expected):
-    """Equal but for rounding: a few hundred rounded sums of numbers of the size of the largest one."""
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12 * max(1e-3, float(np.abs(expected).max())))
