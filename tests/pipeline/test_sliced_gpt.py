@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from support import dense
+from support.dense import near
 from support.small_gpt import CUTS, MODEL, build, gradients, on_one_rank, shared_out, text
 
 from mpipipe import Mesh, Pipeline, arrays, nn
@@ -14,12 +15,6 @@ from mpipipe.schedules import gpipe, one_f_one_b
 
 SEQ = MODEL["seq_len"]
 WINDOWS = (4, None, 4, 7, None)
-
-
-def near(found, expected, what=""):
-    """Gradients are sums of some hundred numbers: what slices change is their order."""
-    size = max(1e-3, float(np.abs(expected).max()))
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12 * size, err_msg=str(what))
 
 
 def compare(comm, cuts, slices, lengths=None, microbatches=2, windows=None, **options):
@@ -57,7 +52,7 @@ def test_packed_documents_evaluation_and_replicas(comm):
     segments = np.arange(SEQ)[None, :] >= np.array([[3], [5], [8], [11]])
     expected = {}
     for slices in (1, 4):
-        lengths = slice_lengths(SEQ, slices, width=16)
+        lengths = slice_lengths(SEQ, slices, width=16) if slices > 1 else None
 
         def part(mesh, slices=slices, lengths=lengths):
             packing = Packing(2)
@@ -67,14 +62,10 @@ def test_packed_documents_evaluation_and_replicas(comm):
             rows = slice(4 // mesh.data.size * mesh.data.rank, 4 // mesh.data.size * (mesh.data.rank + 1))
             packing.begin(segments[rows].astype(np.int64))
             options = dict(loss=nn.softmax_cross_entropy, replicas=mesh.replicas, input_grads=False)
-            with Pipeline(
-                stages, schedule, mesh.pipe, slice_lengths=lengths if slices > 1 else None, **options
-            ) as pipe:
-                loss = pipe.step(*dense.placed(schedule, mesh.pipe.rank, tokens[rows], targets[rows])).loss
-                value = pipe.evaluate(*dense.placed(schedule, mesh.pipe.rank, tokens[rows], targets[rows]))
-            return {"loss": loss, "value": value} | {
-                key: s.gradients[key].copy() for s in stages for key in s.gradients
-            }
+            mine = dense.placed(schedule, mesh.pipe.rank, tokens[rows], targets[rows])
+            with Pipeline(stages, schedule, mesh.pipe, slice_lengths=lengths, **options) as pipe:
+                found = {"loss": pipe.step(*mine).loss, "value": pipe.evaluate(*mine)}
+            return found | {key: s.gradients[key].copy() for s in stages for key in s.gradients}
 
         with Mesh(comm, pipe=1 if comm.size == 1 else 2) as mesh:
             found = part(mesh)
@@ -114,8 +105,8 @@ def test_slices_on_the_device(gpu, comm):
         near(gradient, expected[key], key)
     outputs = []
     for plan, attend, device, cut in (
-        (gpipe(comm.size, 2), Local(), "cpu", None),
-        (schedule, Sliced(Local(), lengths), "cuda", lengths),
+        (gpipe(comm.size, 2), None, "cpu", None),
+        (schedule, how["attend"], "cuda", lengths),
     ):
         stages = build(plan, comm.rank, attend=attend, device=device, **sizes)
         with Pipeline(stages, plan, comm, slice_lengths=cut) as pipeline:
