@@ -1,6 +1,7 @@
 """Forwards that are run again: the bits of those that are not, what is held meanwhile, and where a failure is."""
 
-from collections import Counter
+import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -44,30 +45,31 @@ def test_gradients_have_the_bits_of_1f1b_on_1_2_and_4_ranks(comm, name, chunks, 
             assert gradient.tobytes() == expected[key].tobytes(), (name, ranks, key)
 
 
+class Saved(SimpleNamespace):
+    """What a forward saves; other than SimpleNamespace it can be watched."""
+
+
 class Counted(nn.Stage):
-    """Counts what its forwards have saved and nobody has dropped yet, at each of its calls."""
+    """Notes at each of its calls what its forwards have saved and nobody has dropped yet."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        self.alive, self.seen = Counter(), []
+        self.alive, self.seen = 0, []
+
+    def gone(self):
+        self.alive -= 1
 
     def forward(self, x):
-        self.seen.append(("forward", self.alive["saved"]))
+        self.seen.append(("forward", self.alive))
         y, saved = super().forward(x)
-        return y, Saved(saved, self.alive)
+        kept = Saved(saved=saved)
+        weakref.finalize(kept, self.gone)
+        self.alive += 1
+        return y, kept
 
-    def backward(self, dy, saved):
-        self.seen.append(("backward", self.alive["saved"]))
-        return super().backward(dy, saved.inner)
-
-
-class Saved:
-    def __init__(self, inner, alive):
-        self.inner, self.alive = inner, alive
-        alive["saved"] += 1
-
-    def __del__(self):
-        self.alive["saved"] -= 1
+    def backward(self, dy, kept):
+        self.seen.append(("backward", self.alive))
+        return super().backward(dy, kept.saved)
 
 
 def seen_by(schedule, **options):

@@ -36,6 +36,8 @@ WRONG = [
       for name in registry.TWO_STAGES),
     (partial(by_name, "gpipe", ranks=2, chunks=2, microbatches=4), r"one stage per rank(.|\n)*interleaved_1f1b"),
     (partial(schedules.gpipe, 3, 3, backward="random"), "random"),
+    *((partial(by_name, name, ranks=128, chunks=2, microbatches=4096),
+       r"too large(.|\n)*4,096 microbatches(.|\n)*at most 262,144 forwards") for name in ("interleaved_1f1b", "v_min")),
     *((partial(by_name, name, ranks=2, microbatches=2, slices=slices), "slices is not a count")
       for name in NAMES for slices in (0, -1, 1.5, "2", None)),
     *((partial(simulate, PLAIN, Costs(forward=cost)), "forward") for cost in COSTS),
