@@ -187,13 +187,13 @@ class Undeclared(Scaled):
 def elsewhere():
     stage = nn.Stage([nn.Gelu()], device="cuda", dtype="float64")
     stage.buffers.gpu = 5
-    return stage
+    return [stage]
 
 
 SQUARES = nn.mean_squared_error
 REFUSED = [
     ("different devices", lambda: [nn.Stage([nn.Gelu()], device=device) for device in ("cpu", "cuda")], SQUARES),
-    ("not all on its current GPU", lambda: [elsewhere()], SQUARES),
+    ("not all on its current GPU", elsewhere, SQUARES),
     ("device = 'cuda'", lambda: [Undeclared(1.0)], SQUARES),
     ("value of a loss", lambda: [Scaled(1.0)], lambda output, target: (np.ones(2), output)),
     ("on cpu", lambda: [Scaled(1.0)], lambda output, target: (1.0, np.zeros(output.shape))),
