@@ -62,13 +62,13 @@ def is_right(schedule):
     return "F" not in ops[min(map(ops.index, {"B", "I"} & {*ops})) :]
 
 
-def outside(pipe, batch, scale, accumulate=False, share=1.0):
+def outside(pipe, batch, scale, share):
     """A step of which the caller computes loss and gradients; (value or None, input gradients)."""
     outputs, value, gradients = pipe.forward_train(batch[0]), None, None
     if outputs is not None:
         value, gradients = of_lists(outputs, batch[1])
         gradients = [share * part for part in gradients]
-    return value, pipe.backward(gradients, scale, accumulate)
+    return value, pipe.backward(gradients, scale)
 
 
 def check_steps(comm, schedule, data, seed, kind, scale, weights):
@@ -180,19 +180,6 @@ def test_an_accumulated_step_adds_what_a_step_gives(comm, name, tied, data, weig
             assert losses == [value for value, _ in alone]
             pipe.step(*feeds[0], scale=0.5)
             assert all(mine.tobytes() == parts[0].tobytes() for mine, parts in zip(flats(stages), sums))
-
-
-def test_accumulated_halves_add_up_too(comm):
-    schedule, rng = gpipe(comm.size, 3), np.random.default_rng(0)
-    inputs, targets = rng.normal(size=(2, 3, 4, WIDTH))
-    stages = [tanh(comm.rank)]
-    batch = dense.placed(schedule, comm.rank, list(inputs), list(targets))
-    with Pipeline(stages, schedule, comm) as pipe:
-        outside(pipe, batch, 1.0)
-        once = stages[0].gradient.copy()
-        outside(pipe, batch, 1.0, accumulate=True)
-        assert stages[0].gradient.tobytes() == (2 * once).tobytes()
-        near(once, dense_step(comm.size, *map(np.concatenate, (inputs, targets)))[1][comm.rank])
 
 
 # -- Mistakes: one error on all ranks, after which all may go on ------------------------------------------------------

@@ -212,15 +212,16 @@ def test_recomputation_halves_and_accumulation():
     run(in_place(before_backwards(gpipe(2, 2)), 3), again)
 
     def halves(pipeline, x, target):
-        y = pipeline.forward_train(x)
-        if y is not None:
-            near(y, output)
-            y = squared(y, target)[1]
-        grads = pipeline.backward(y)
-        for stage in pipeline.stages:
-            near(stage.gradients.flat, gradients[stage.number])
-        if grads:
-            near(np.concatenate(grads), dx)
+        for count in (1, 2):
+            y = pipeline.forward_train(x)
+            if y is not None:
+                near(y, output)
+                y = squared(y, target)[1]
+            grads = pipeline.backward(y, accumulate=count > 1)
+            for stage in pipeline.stages:
+                near(stage.gradients.flat, count * gradients[stage.number])
+            if grads:
+                near(np.concatenate(grads), dx)
 
     run(schedule, halves)
 

@@ -5,6 +5,7 @@ from bisect import bisect_right
 from dataclasses import replace
 
 import pytest
+from support.any_schedule import NAMES, build
 from support.svg import shapes, texts
 
 from mpipipe import schedules, tracing
@@ -87,11 +88,6 @@ def test_more_actions_than_a_picture_shows_are_refused(tmp_path, monkeypatch):
 # -- Activations over time ---------------------------------------------------------------------------------------------
 
 
-NAMES = {"gpipe": 1, "one_f_one_b": 1, "zero_bubble_h1": 1, "zero_bubble_2p": 1, "interleaved_1f1b": 3, "looped_bfs": 2,
-         "interleaved_zero_bubble": 2, "zero_bubble_v": 2, "dualpipe_v": 2, "v_half": 2, "v_min": 2,
-         "forward_only": 2}  # fmt: skip
-
-
 def held(spans, time):
     """Activations whose forward has begun and whose last backward has not ended."""
     alive = set()
@@ -106,7 +102,7 @@ def held(spans, time):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_profile_is_what_a_count_by_hand_gives(name):
-    schedule = schedules.by_name(name, ranks=3, microbatches=5, chunks=NAMES[name])
+    schedule = build(name, 3, 2, 5)
     found = schedules.simulate(schedule, Costs(1.1, 0.9, 0.7, 0.3))
     draw = random.Random(0)
     for rank in range(3):
