@@ -1,6 +1,5 @@
 """A GPT whose sequences go through the pipeline slice by slice has the gradients of whole sequences."""
 
-import numpy as np
 import pytest
 from support import dense
 from support.dense import near
@@ -10,7 +9,6 @@ from mpipipe import Mesh, Pipeline, arrays, nn
 from mpipipe.attention import Layout, Local, Ring, Sliced, slice_lengths
 from mpipipe.errors import ArgumentError
 from mpipipe.job import inprocess
-from mpipipe.language.packing import PackedAttend, Packing
 from mpipipe.schedules import gpipe, one_f_one_b
 
 SEQ = MODEL["seq_len"]
@@ -44,34 +42,6 @@ def test_gradients_equal_those_of_whole_sequences_for_every_generator(
 ):
     cuts = [cut for cut in CUTS if cut[2] < 3]  # of each generator, on 1, 2 and 4 ranks with 1 and 2 stages
     compare(comm, cuts, slices, lengths, microbatches, windows, **options)
-
-
-def test_packed_documents_evaluation_and_replicas(comm):
-    """Two documents in each row; replicas have a part of the rows each."""
-    tokens, targets = text(4)
-    segments = np.arange(SEQ)[None, :] >= np.array([[3], [5], [8], [11]])
-    expected = {}
-    for slices in (1, 4):
-        lengths = slice_lengths(SEQ, slices, width=16) if slices > 1 else None
-
-        def part(mesh, slices=slices, lengths=lengths):
-            packing = Packing(2)
-            schedule = dense.build("one_f_one_b", mesh.pipe.size, 1, 2, slices)
-            attend = PackedAttend(Sliced(Local(), lengths) if slices > 1 else Local(), packing)
-            stages = build(schedule, mesh.pipe.rank, attend=attend)
-            rows = slice(4 // mesh.data.size * mesh.data.rank, 4 // mesh.data.size * (mesh.data.rank + 1))
-            packing.begin(segments[rows].astype(np.int64))
-            options = dict(loss=nn.softmax_cross_entropy, replicas=mesh.replicas, input_grads=False)
-            mine = dense.placed(schedule, mesh.pipe.rank, tokens[rows], targets[rows])
-            with Pipeline(stages, schedule, mesh.pipe, slice_lengths=lengths, **options) as pipe:
-                found = {"loss": pipe.step(*mine).loss, "value": pipe.evaluate(*mine)}
-            return found | {key: s.gradients[key].copy() for s in stages for key in s.gradients}
-
-        with Mesh(comm, pipe=1 if comm.size == 1 else 2) as mesh:
-            found = part(mesh)
-        expected = expected or found
-        for key, values in found.items():
-            near(values, expected[key], key)
 
 
 @pytest.mark.mpi(min_size=2)
