@@ -5,7 +5,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from support import dense
-from support.device_pipelines import check_weight_gradients_from_received_inputs
 from support.small_gpt import MODEL, build, gradients, on_one_rank, text
 from support.tolerance import close, close_norm
 from support.training_tolerance import path, roundings
@@ -219,7 +218,7 @@ def test_stages_and_losses_that_do_not_fit_a_device_are_named(gpu, comm, match, 
 
 
 def test_a_weight_gradient_reads_the_input_that_was_received(gpu, sending, comm):
-    check_weight_gradients_from_received_inputs(comm, "cuda")
+    dense.check_weight_gradients_from_received_inputs(comm, "cuda")
 
 
 @pytest.mark.long

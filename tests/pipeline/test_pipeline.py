@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from support import dense
-from support.device_pipelines import check_weight_gradients_from_received_inputs
 from support.tolerance import close, within
 
 from mpipipe import Pipeline, nn, tracing
@@ -182,7 +181,7 @@ def test_what_a_stage_or_a_loss_returns_is_looked_at(comm):
 
 
 def test_a_weight_gradient_reads_the_input_that_was_received(comm):
-    check_weight_gradients_from_received_inputs(comm, "cpu")
+    dense.check_weight_gradients_from_received_inputs(comm, "cpu")
 
 
 class Turned(nn.Layer):

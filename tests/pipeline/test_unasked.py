@@ -81,37 +81,28 @@ def test_the_first_product_and_what_is_below_it_are_left_out(monkeypatch, name):
 
 
 def test_pipelines_that_share_a_stage_do_not_disturb_each_other(comm):
-    stage = nn.Stage([nn.Linear(DIM, DIM)], "float64")
-    x = np.ones((ROWS, DIM))
-    given = placed(comm, x, 0 * x)
+    """Neither in a step nor with gradients from outside."""
+    schedule, stage, x = gpipe(comm.size, 2), nn.Stage([nn.Linear(DIM, DIM)], "float64"), np.ones((ROWS, DIM))
+    given, gradients, of_inputs = placed(comm, x, 0 * x), [], []
     with (
-        Pipeline([stage], one_f_one_b(comm.size, 2), comm, nn.mean_squared_error) as asks,
-        Pipeline([stage], one_f_one_b(comm.size, 2), comm, nn.mean_squared_error, input_grads=False) as other,
+        Pipeline([stage], schedule, comm, nn.mean_squared_error) as asks,
+        Pipeline([stage], schedule, comm, nn.mean_squared_error, input_grads=False) as other,
     ):
-        before = asks.step(*given)
-        other.step(*given)
-        after = asks.step(*given)
-    if comm.rank == 0:
-        np.testing.assert_array_equal(before.input_grads, after.input_grads)
-        assert all(part.any() for part in after.input_grads)
-
-
-def test_a_step_and_outside_gradients(comm):
-    x = np.ones((ROWS, DIM))
-    for asked in (True, False):
-        stage = nn.Stage([nn.Linear(DIM, DIM)], "float64")
-        with Pipeline([stage], gpipe(comm.size, 2), comm, nn.mean_squared_error, input_grads=asked) as pipeline:
-            result = pipeline.step(*placed(comm, x, 0 * x))
-            y = pipeline.forward_train(x if comm.rank == 0 else None)
+        for pipeline in (asks, other, asks):
+            result, y = pipeline.step(*given), pipeline.forward_train(given[0])
             found = pipeline.backward(None if y is None else y / y.size)
-        assert (found is not None) == (asked and comm.rank == 0)
-        if asked:
-            assert (result.input_grads is not None) == (comm.rank == 0)
-            expected = stage.gradients.flat.copy()
-        else:
+            assert (found is not None) == (pipeline is asks and comm.rank == 0)
+            gradients.append(stage.gradients.flat.copy())
+            if pipeline is asks:
+                of_inputs.append(result.input_grads)
+                continue
             with pytest.raises(ArgumentError, match="not computed"):
                 _ = result.input_grads
-            np.testing.assert_array_equal(stage.gradients.flat, expected)
+    np.testing.assert_array_equal(gradients, [gradients[0]] * 3)
+    assert (of_inputs[0] is not None) == (comm.rank == 0)
+    if comm.rank == 0:
+        np.testing.assert_array_equal(*of_inputs)
+        assert all(part.any() for part in of_inputs[0])
 
 
 @pytest.mark.mpi(min_size=2)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from mpipipe import Pipeline, schedules
+from mpipipe import Pipeline, arrays, nn, schedules
 from support.tolerance import bound, within
 
 
@@ -184,3 +184,18 @@ CASES = [  # name, chunks
     ("looped_bfs", 2),
     ("zero_bubble_h1", 1),
 ]
+
+
+def check_weight_gradients_from_received_inputs(comm, device):
+    """Bare linear stages keep the received array itself for W, which zero_bubble_h1 puts off while more arrive."""
+    schedule, width = schedules.zero_bubble_h1(comm.size, 12), 8
+    x, target = np.random.default_rng(0).normal(size=(2, 24, width))
+    layers = [nn.Stage([nn.Linear(width, width)], "float64", seed=rank, first=rank) for rank in range(comm.size)]
+    through(layers, x, lambda y: nn.mean_squared_error(y, target))
+    stage = nn.Stage([nn.Linear(width, width)], "float64", seed=comm.rank, first=comm.rank, device=device)
+    with Pipeline([stage], schedule, comm, loss=nn.mean_squared_error) as pipeline:
+        for _ in range(3):
+            pipeline.step(*placed(schedule, comm.rank, x, target))
+            right = layers[comm.rank].gradients.flat
+            allowed = bound(np.float64, 2 * width * comm.size + len(x), np.abs(right).max())
+            within(arrays.download(stage.gradients.flat), right, allowed)

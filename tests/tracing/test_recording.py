@@ -24,19 +24,16 @@ def skewed(rank):
     return lambda: time.perf_counter() * (1 + rank * 100e-6) + rank * 0.050
 
 
-def recorded(comm, chunks=1, steps=STEPS):
+def recorded(comm, schedule=None, shape=(8, 16)):
     """The Trace of some steps with an optimizer and a norm, on rank 0; None elsewhere."""
-    name = "one_f_one_b" if chunks == 1 else "interleaved_1f1b"
-    schedule = schedules.by_name(name, ranks=comm.size, chunks=chunks, microbatches=MICROBATCHES)
-    numbers = schedule.stages_of(comm.rank)
-    stages = [nn.Stage([nn.Linear(16, 16)], first=number) for number in numbers]
-    inputs, targets = np.ones((2, 8, 16), np.float32)
+    schedule = schedule or schedules.one_f_one_b(comm.size, MICROBATCHES)
+    stages = [nn.Stage([nn.Linear(16, 16)], first=number) for number in schedule.stages_of(comm.rank)]
+    mine = dense.placed(schedule, comm.rank, *np.ones((2, *shape), np.float32))
     optimizer, scaler = optim.SGD(stages, lr=0.1), optim.LossScaler(1.0)
     with Pipeline(stages, schedule, comm, loss=nn.mean_squared_error) as pipeline:
-        mine = dense.placed(schedule, comm.rank, inputs, targets)
         pipeline.step(*mine)
         with tracing.recording(pipeline, now=skewed(comm.rank)) as record:
-            for _ in range(steps):
+            for _ in range(STEPS):
                 pipeline.step(*mine)
                 with record.optimizer():
                     optim.scaled_step(optimizer, scaler, 1.0, comm=comm)
@@ -73,7 +70,8 @@ def test_ranks_of_mpi(comm, chunks, monkeypatch):
         return offset
 
     monkeypatch.setattr(sys.modules[clock_offset.__module__], "clock_offset", noted)
-    found = recorded(comm, chunks)
+    name = "one_f_one_b" if chunks == 1 else "interleaved_1f1b"
+    found = recorded(comm, dense.build(name, comm.size, chunks, MICROBATCHES))
     assert (found is None) == (comm.rank > 0) and len(errors) == 2
     error = max(group_of(comm).gather("errors of clocks", max(errors)))
     with group_of(comm).raise_together("the checks"):
@@ -139,26 +137,11 @@ def test_what_is_written_is_read_by_other_tools(tmp_path):
 
 
 def test_a_trace_of_slices_names_them_and_measures_their_times():
-    def job(comm):
-        schedule = schedules.one_f_one_b(2, 2, slices=3)
-        stages = [nn.Stage([nn.Linear(16, 16)], first=comm.rank)]
-        inputs, targets = np.ones((2, 4, 7, 16), np.float32)
-        with Pipeline(stages, schedule, comm, loss=nn.mean_squared_error) as pipeline:
-            mine = dense.placed(schedule, comm.rank, inputs, targets)
-            with tracing.recording(pipeline) as record:
-                for _ in range(STEPS):
-                    pipeline.step(*mine)
-                    with record.optimizer():
-                        pass
-        assert [span.name for span in record.spans if span.name[-1].isdigit()][:2] == [
-            f"{comm.rank}F0.0", f"{comm.rank}F0.1"
-        ]  # fmt: skip
-        return record.trace
-
-    found, _ = inprocess.run(2, job)
+    schedule = schedules.one_f_one_b(2, 2, slices=3)
+    found, _ = inprocess.run(2, lambda comm: recorded(comm, schedule, (4, 7, 16)))
     for record in found.records:
         for step in record.steps:
-            assert tuple(action for action, _, _ in step.actions) == found.schedule.orders[record.position]
+            assert tuple(action for action, _, _ in step.actions) == schedule.orders[record.position]
     assert len(deliveries(found.records)) == 2 * 6 * STEPS
     assert len(found.costs.slices) == 3 and min(found.costs.slices) > 0
     names = [event["name"] for event in found.events() if event["ph"] == "X"]
