@@ -1,15 +1,13 @@
 """Pipelines with frozen stages: all others have the gradients they had, and nothing is sent for the frozen ones."""
 
-import numpy as np
 import pytest
 from support import dense
 from support.small_gpt import MODEL, build, parts_of, text
 
-from mpipipe import Branches, Mesh, Pipeline, nn, optim
+from mpipipe import Mesh, Pipeline, nn, optim
 from mpipipe.errors import ArgumentError
-from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
-from mpipipe.schedules import looped_bfs, partition, simulate, with_frozen, with_skips
+from mpipipe.schedules import partition, simulate, with_frozen
 
 
 def run(comm, schedule, patterns, recompute):
@@ -86,32 +84,3 @@ def test_frozen_parameters_that_do_not_fit_are_refused_on_all_ranks(comm, chunks
     stages = build(schedule, comm.rank, "float32", frozen=patterns, tied=True)
     with pytest.raises(ArgumentError, match=match):
         Pipeline(stages, with_frozen(schedule, frozen) if frozen else schedule, comm, loss=nn.softmax_cross_entropy)
-
-
-@pytest.mark.parametrize("leaves_out", [True, False])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_gradient_of_a_skip_from_a_frozen_stage_may_be_left_out(ranks, leaves_out):
-    last = 2 * ranks - 1
-    schedule = with_skips(with_frozen(looped_bfs(ranks, 2, 2), [0]), {"far": (0, last)})
-
-    class Skipping(dense.Identity):
-        gradients = None
-
-        def __init__(self, number):
-            self.number = number
-
-        def forward(self, x):
-            y = x.main + x["far"] if self.number == last else x
-            return (Branches(y, far=x) if self.number == 0 else y), None
-
-        def backward(self, dy, saved):
-            assert self.number, "stage 0 is frozen"
-            return dy if leaves_out or self.number < last else Branches(dy, far=dy)
-
-    def job(comm):
-        stages = [Skipping(number) for number in schedule.stages_of(comm.rank)]
-        with Pipeline(stages, schedule, comm, dense.mean_squared) as pipeline:
-            x = np.ones((4, 3))
-            return [pipeline.step(*dense.placed(schedule, comm.rank, x, x)).loss for _ in range(2)]
-
-    assert inprocess.run(ranks, job) == [[1.0, 1.0]] * ranks

@@ -100,27 +100,22 @@ def test_recompute_is_a_schedule_with_an_r_before_each_backward():
     assert [kind for kind, _ in mixed] == [*["forward"] * 5, "backward", "forward", "backward", "backward"]
 
 
-def durations_of(schedule, recompute):
-    """Measured durations, and what the recorder saw."""
+@pytest.mark.parametrize("recompute", [False, True])
+def test_durations_and_traces_know_recomputations(recompute):
+    """An R counts as a forward, or, where the user's schedule knows none, as a part of the backward."""
+    plain = one_f_one_b(2, 4)
+    shown = with_recompute(plain)
 
     def job(comm):
         stage = nn.Stage([nn.Linear(4, 4)], first=comm.rank)
-        x = np.ones((4, 4), np.float32)
+        x, schedule = np.ones((4, 4), np.float32), plain if recompute else shown
         with Pipeline([stage], schedule, comm, loss=nn.mean_squared_error, recompute=recompute) as pipeline:
             with tracing.recording(pipeline) as record:
                 pipeline.step(*dense.placed(schedule, comm.rank, x, x))
             totals = pipeline.executor.clock.totals
             return pipeline.durations(), dict(totals), [span.name for span in record.spans]
 
-    return inprocess.run(2, job)
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_durations_and_traces_know_recomputations(recompute):
-    """An R counts as a forward, or, where the user's schedule knows none, as a part of the backward."""
-    plain = one_f_one_b(2, 4)
-    shown = with_recompute(plain)
-    for rank, (costs, totals, names) in enumerate(durations_of(plain if recompute else shown, recompute)):
+    for rank, (costs, totals, names) in enumerate(inprocess.run(2, job)):
         assert names == [str(action) for action in shown.orders[rank]]
         spent = {op: totals[op, rank] for op in "FRB"}
         assert {op: count for op, (_, count) in spent.items()} == {"F": 4, "R": 4, "B": 4}

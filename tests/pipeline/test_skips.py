@@ -32,9 +32,11 @@ def batch(rows, width=WIDTH):
     return np.random.default_rng(rows).normal(size=(2, rows, width))
 
 
-def run(comm, schedule, inputs, targets, recompute=False):
+def run(comm, schedule, inputs, targets, recompute=False, leaves_out=()):
     """(stages, result of the last step, pipeline) on this rank; the first step sends headers, later ones none."""
     stages = skip_nets.model(schedule, comm.rank, inputs.shape[1])
+    for stage in stages:
+        stage.leaves_out = leaves_out
     own = dense.placed(schedule, comm.rank, inputs, targets)
     with Pipeline(stages, schedule, comm, loss=dense.mean_squared, recompute=recompute) as pipeline:
         for number in range(3):
@@ -142,16 +144,18 @@ def test_branches_without_a_skip_are_refused():
         inprocess.run(1, job)
 
 
-@pytest.mark.parametrize("frozen", [{0}, {0, 1}, {1}, {3}])
-def test_no_gradient_goes_over_skips_to_stages_without_a_backward(frozen):
-    """The others have the gradients that they have without frozen stages."""
+@pytest.mark.parametrize(
+    "frozen, leaves_out", [({0}, ["low", "outer"]), ({0, 1}, []), ({0, 1}, ["high"]), ({1}, []), ({3}, [])]
+)
+def test_no_gradient_goes_over_skips_to_stages_without_a_backward(frozen, leaves_out):
+    """The others have the gradients that they have without frozen stages; such a gradient may be left out."""
     plain = with_skips(schedules.interleaved_zero_bubble(2, 2, 3), NETS[4])
     schedule = with_frozen(plain, frozen)
     inputs, targets = batch(6, 3)
     _, gradients, *_ = skip_nets.reference(skip_nets.net_of(plain), Branches(inputs), targets)
 
     def job(comm):
-        stages, _, pipeline, _ = run(comm, schedule, inputs, targets)
+        stages, _, pipeline, _ = run(comm, schedule, inputs, targets, leaves_out=leaves_out)
         return [stage for stage in stages if stage.number not in frozen], pipeline.plans.training.sends
 
     for stages, sends in inprocess.run(2, job):

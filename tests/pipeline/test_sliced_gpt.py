@@ -34,7 +34,6 @@ def compare(comm, cuts, slices, lengths=None, microbatches=2, windows=None, **op
     [
         pytest.param(3, (5, 4, 3), 2, WINDOWS, dict(tied=True), marks=pytest.mark.long),
         (2, None, 1, None, dict(positions="learned", qk_norm=True)),
-        pytest.param(8, None, 3, WINDOWS, {}, marks=pytest.mark.long),
     ],
 )
 def test_gradients_equal_those_of_whole_sequences_for_every_generator(

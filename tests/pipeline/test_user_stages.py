@@ -1,5 +1,6 @@
 """Stages of the user's own: what the pipeline gives them, and what it asks of them."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -229,10 +230,10 @@ def test_a_failure_of_a_users_stage_names_its_place(pair, change, match):
 class Half(Flat):
     """Buffers in bfloat16, beside what is frozen and known to `state_dict` alone."""
 
-    def __init__(self, number, frozen):
-        super().__init__(number, 3, 3)
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
         self.parameters, self.gradients = (nn.FlatBuffer({"weight": (3, 3)}, "bfloat16") for _ in range(2))
-        self.frozen = np.full((2, 2), frozen)
+        self.frozen = np.zeros((2, 2))
 
     def state_dict(self):
         return {**self.parameters, "frozen": self.frozen}
@@ -240,6 +241,10 @@ class Half(Flat):
 
 def unlike(stage, rank):
     stage.parameters.flat[0] = rank
+
+
+def unlike_between(stage, rank):
+    stage.parameters.flat[-1] = rank  # behind the named ones
 
 
 def unlike_frozen(stage, rank):
@@ -252,22 +257,22 @@ def unreadable(stage, rank):
 
 
 @pytest.mark.parametrize(
-    "change, kind, match",
+    "make, change, kind, match",
     [
-        (unlike, MismatchError, "parameters' values"),
-        (unlike_frozen, MismatchError, "parameters' values"),
-        (unreadable, ArgumentError, r"rank 1.*frozen"),
+        (Half, unlike, MismatchError, "parameters' values"),
+        (Flat, unlike_between, MismatchError, "parameters' values"),
+        (Half, unlike_frozen, MismatchError, "parameters' values"),
+        (Half, unreadable, ArgumentError, r"rank 1.*frozen"),
     ],
 )
-def test_replicas_of_a_users_stage_start_from_the_same_state(pair, change, kind, match):
-    loss, schedule = dense.mean_squared, schedules.gpipe(1, 1)
+def test_replicas_of_a_users_stage_start_from_the_same_state(pair, make, change, kind, match):
     with Mesh(pair, pipe=1) as mesh:
-        with Pipeline([Half(0, 0.0)], schedule, mesh.pipe, loss=loss, replicas=mesh.replicas):
-            pass
-        stage = Half(0, 0.0)
+        build = partial(Pipeline, schedule=schedules.gpipe(1, 1), comm=mesh.pipe, replicas=mesh.replicas)
+        build([make(0, 3, 3)], loss=dense.mean_squared).close()
+        stage = make(0, 3, 3)
         change(stage, mesh.rank)
         with pytest.raises(kind, match=match):
-            Pipeline([stage], schedule, mesh.pipe, loss=loss, replicas=mesh.replicas)
+            build([stage], loss=dense.mean_squared)
 
 
 # -- the short way of an action is taken by stages of the user's own, too ----------------------------------------------
@@ -344,22 +349,6 @@ def test_branches_without_skips_are_the_main_tree_in_every_step():
             pipeline.stages[0].width = 3
             for _ in range(3):
                 assert pipeline.step(*dense.placed(pipeline.schedule, comm.rank, x, x)).loss == 1.0
-
-    inprocess.run(2, job)
-
-
-def test_what_lies_between_named_parameters_is_compared_over_replicas():
-    class Parameters(dict):
-        def __init__(self, flat):
-            super().__init__(a=flat[:2])
-            self.flat = flat
-
-    def job(comm):
-        stage, alone = Cut(), comm.Split(comm.rank, 0)
-        stage.parameters = Parameters(np.array([0.0, 0.0, comm.rank]))
-        stage.gradients = SimpleNamespace(flat=np.zeros(3))
-        with pytest.raises(MismatchError, match="parameters' values"):
-            Pipeline([stage], schedules.gpipe(1, 2), alone, loss=dense.mean_squared, replicas=comm)
 
     inprocess.run(2, job)
 

@@ -36,7 +36,12 @@ def reference(net, inputs, targets):
 
 
 class SkipStage(dense.Halves):
-    """h = tanh(x W + sum of s U over all skips that come in); h goes on, and over each skip out of it."""
+    """h = tanh(x W + sum of s U over all skips that come in); h goes on, and over each skip out of it.
+
+    It may leave out the gradients of some of these skips.
+    """
+
+    leaves_out = ()
 
     def __init__(self, number, takes, gives, width):
         self.number, self.takes, self.gives = number, takes, gives
@@ -53,9 +58,9 @@ class SkipStage(dense.Halves):
         inputs, h = saved
         dh = dy.main + sum(dy[name] for name in self.gives) if self.gives else dy
         dz = dh * (1 - h * h)
-        slopes = {name: dz @ weight.T for name, weight in self.weights.items()}
+        slopes = {name: dz @ weight.T for name, weight in self.weights.items() if name not in self.leaves_out}
         dx = slopes.pop("main")
-        return Branches(dx, **slopes) if self.takes else dx, (inputs, dz)
+        return Branches(dx, **slopes) if slopes else dx, (inputs, dz)
 
     def backward_weight(self, pending):
         inputs, dz = pending
