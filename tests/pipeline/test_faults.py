@@ -72,14 +72,15 @@ def test_a_schedule_that_cannot_run_is_refused_with_the_grid(comm, name, orders)
 
 
 WRONG_CALLS = [
-    ("inputs are missing", lambda first, last, x, t: (None, t if last else None)),
-    ("targets are missing", lambda first, last, x, t: (x if first else None, None)),
-    ("fewer rows|smaller than", lambda first, last, x, t: (x[:2] if first else None, t[:2] if last else None)),
-    ("not C-contiguous", lambda first, last, x, t: (np.asfortranarray(x) if first else None, t if last else None)),
-    ("cannot be sent", lambda first, last, x, t: (x.astype(object) if first else None, t if last else None)),
-    ("neither an array", lambda first, last, x, t: ("text" if first else None, t if last else None)),
-    ("wrong length", lambda first, last, x, t: ([x] if first else None, t if last else None)),
-    ("rows", lambda first, last, x, t: (x[:5] if first else None, t if last else None)),
+    ("inputs are missing", lambda x, t: (None, t)),
+    ("targets are missing", lambda x, t: (x, None)),
+    ("fewer rows|smaller than", lambda x, t: (x[:2], t[:2])),
+    ("not C-contiguous", lambda x, t: (np.asfortranarray(x), t)),
+    ("cannot be sent", lambda x, t: (x.astype(object), t)),
+    ("neither an array", lambda x, t: ("text", t)),
+    ("neither an array nor a tuple", lambda x, t: ([x[:2], 3, x[:2]], t)),
+    ("wrong length", lambda x, t: ([x], t)),
+    ("rows", lambda x, t: (x[:5], t)),
 ]
 
 
@@ -87,10 +88,10 @@ WRONG_CALLS = [
 def test_wrong_arguments_raise_everywhere_and_the_pipeline_lives_on(comm, match, arguments):
     schedule = one_f_one_b(comm.size, 3)
     x, t = dense.batch(6, schedule.stages)
-    first, last = schedule.placement[0] == comm.rank, schedule.placement[-1] == comm.rank
+    wrong = dense.placed(schedule, comm.rank, *arguments(x, t))
     with make(comm, schedule) as pipeline:
         for _ in range(2):
-            refused(comm, ArgumentError, match, lambda: pipeline.step(*arguments(first, last, x, t)))
+            refused(comm, ArgumentError, match, lambda: pipeline.step(*wrong))
         result = pipeline.step(*dense.placed(schedule, comm.rank, x, t))
         within(result.loss, dense.reference(schedule.stages, x, t)[0], dense.bounds(schedule.stages, x, t)[0], "loss")
 

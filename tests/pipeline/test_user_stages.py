@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from support import dense
-from support.tolerance import within
 
 from mpipipe import Branches, Mesh, Pipeline, nn, schedules, tracing
 from mpipipe.errors import ArgumentError, MismatchError, PeerError, StageError
@@ -70,21 +69,6 @@ def test_inner_stages_are_nn_stages():
     stage.inner_stages = [nn.Linear(4, 4)]
     with pytest.raises(ArgumentError, match=r"inner_stages of a stage\n.*Linear"):
         as_stages([stage])
-
-
-def test_the_gradients_of_inner_stages_are_summed_over_replicas(pair):
-    """Two replicas, each a pipeline of one rank, with other data each."""
-    own = pair.Split(pair.rank, 0)
-    wrapped, whole = Wrapped(nn.Linear(4, 4), dtype="float64"), nn.Stage([nn.Linear(4, 4)], dtype="float64")
-    x = np.random.default_rng(0).normal(size=(8, 4))
-    with Pipeline([wrapped], schedules.gpipe(1, 2), own, loss=nn.mean_squared_error, replicas=pair) as pipeline:
-        mine = x[4 * pair.rank : 4 * pair.rank + 4]
-        loss = pipeline.step(mine, np.zeros_like(mine)).loss
-    value, _, _ = dense.through([whole], x, lambda y: nn.mean_squared_error(y, np.zeros_like(y)))
-    allowed = 64 * np.finfo(float).eps * np.abs(whole.gradients.flat).max()
-    within(wrapped.inner.gradients.flat, whole.gradients.flat, allowed, "gradients")
-    within(loss, value, 64 * np.finfo(float).eps * value, "loss")
-    own.Free()
 
 
 def test_a_stage_needs_the_methods_of_its_actions_alone():
