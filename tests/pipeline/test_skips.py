@@ -32,26 +32,32 @@ def batch(rows, width=WIDTH):
     return np.random.default_rng(rows).normal(size=(2, rows, width))
 
 
-def run(comm, schedule, inputs, targets, recompute=False, leaves_out=()):
+def run(comm, schedule, inputs, targets, leaves_out=(), **options):
     """(stages, result of the last step, pipeline) on this rank; the first step sends headers, later ones none."""
     stages = skip_nets.model(schedule, comm.rank, inputs.shape[1])
     for stage in stages:
         stage.leaves_out = leaves_out
     own = dense.placed(schedule, comm.rank, inputs, targets)
-    with Pipeline(stages, schedule, comm, loss=dense.mean_squared, recompute=recompute) as pipeline:
+    with Pipeline(stages, schedule, comm, loss=dense.mean_squared, **options) as pipeline:
         for number in range(3):
             if number == 2:  # all buffers of messages are used again
                 pipeline.executor.messages.mailbox.transport.empty = None
             for stage in stages:
                 for gradient in stage.gradient_of.values():
                     gradient[...] = 0
-            result, evaluated, output = pipeline.step(*own), pipeline.evaluate(*own), pipeline.forward(own[0])
+            result = pipeline.step(*own)
+            ends = [stage.number for stage in stages if stage.ends]
+            evaluated, output = pipeline.evaluate(*own), pipeline.forward(own[0])
+    first = schedule.trained_from
+    ended = (first or not options.get("input_grads", True)) and schedule.placement[first] == comm.rank
+    assert ends == ([first] if ended else [])
+    assert not any(stage.ends for stage in stages), "the pipeline is closed"
     return stages, result, pipeline, (evaluated, output)
 
 
-@pytest.mark.parametrize("recomputed, synchronous", [("no", 1), ("some", 1), ("all", 0)])
+@pytest.mark.parametrize("recomputed, synchronous, asked", [("no", 1, True), ("some", 1, False), ("all", 0, True)])
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_those_of_the_whole_network(comm, monkeypatch, name, recomputed, synchronous):
+def test_gradients_are_those_of_the_whole_network(comm, monkeypatch, name, recomputed, synchronous, asked):
     monkeypatch.setenv("MPIPIPE_SYNC_SENDS", str(synchronous))
     schedule = built(name, comm.size)
     if schedule is None:
@@ -61,11 +67,13 @@ def test_gradients_are_those_of_the_whole_network(comm, monkeypatch, name, recom
         schedule = with_recompute(schedule, memory_limit=max(least, max(simulate(schedule).peak_activations) - 1))
     inputs, targets = batch(128 * schedule.microbatches)
     loss, gradients, of_inputs, last = skip_nets.reference(skip_nets.net_of(schedule), Branches(inputs), targets)
-    stages, result, pipeline, (evaluated, output) = run(comm, schedule, inputs, targets, recomputed == "all")
+    stages, result, pipeline, (evaluated, output) = run(
+        comm, schedule, inputs, targets, recompute=recomputed == "all", input_grads=asked
+    )
     skip_nets.assert_equal_to(gradients, stages)
     dense.near(result.loss, loss)
     dense.near(evaluated, loss)
-    if result.input_grads is not None:
+    if asked and result.input_grads is not None:
         dense.near(np.concatenate(result.input_grads), of_inputs[""])
     if output is not None:
         dense.near(output, last)

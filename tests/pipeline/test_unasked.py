@@ -6,7 +6,7 @@ from support import dense
 
 from mpipipe import Branches, Pipeline, nn
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules import gpipe, one_f_one_b, with_skips, zero_bubble_h1
+from mpipipe.schedules import gpipe, one_f_one_b, zero_bubble_h1
 
 DIM, ROWS = 6, 4
 
@@ -103,37 +103,3 @@ def test_pipelines_that_share_a_stage_do_not_disturb_each_other(comm):
     if comm.rank == 0:
         np.testing.assert_array_equal(*of_inputs)
         assert all(part.any() for part in of_inputs[0])
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_skip_that_leads_from_the_input_trains_what_it_did(comm):
-    class First:
-        """Gives its input over a skip; may leave out its gradient."""
-
-        ends = False
-
-        def forward(self, x):
-            return Branches(2 * x, far=x), None
-
-        def backward(self, dy, saved):
-            asked.append((self.ends, dy.skips["far"].any()))
-            return None if self.ends else 2 * dy.main + dy.skips["far"]
-
-    class Last(dense.Identity):
-        def forward(self, x):
-            return x.main + x.skips["far"], None
-
-        def backward(self, dy, saved):
-            return Branches(dy, far=dy)
-
-    x, last, asked = np.ones((ROWS, DIM)), comm.size - 1, []
-    schedule = with_skips(one_f_one_b(comm.size, 2), {"far": (0, last)})
-    stage = First() if comm.rank == 0 else Last() if comm.rank == last else dense.Identity()
-    for ask in (True, False):
-        with Pipeline([stage], schedule, comm, nn.mean_squared_error, input_grads=ask) as pipeline:
-            result = pipeline.step(*placed(comm, x, 0 * x))
-        if ask and comm.rank == 0:
-            np.testing.assert_allclose(np.concatenate(result.input_grads), 18 * x / x.size)
-    if comm.rank == 0:
-        assert asked == [(False, True)] * 2 + [(True, True)] * 2
-        assert not stage.ends, "the pipeline is closed"

@@ -38,10 +38,11 @@ def reference(net, inputs, targets):
 class SkipStage(dense.Halves):
     """h = tanh(x W + sum of s U over all skips that come in); h goes on, and over each skip out of it.
 
-    It may leave out the gradients of some of these skips.
+    It may leave out the gradients of some of these skips, and that of its input where `ends` is set.
     """
 
     leaves_out = ()
+    ends = False
 
     def __init__(self, number, takes, gives, width):
         self.number, self.takes, self.gives = number, takes, gives
@@ -60,7 +61,8 @@ class SkipStage(dense.Halves):
         dz = dh * (1 - h * h)
         slopes = {name: dz @ weight.T for name, weight in self.weights.items() if name not in self.leaves_out}
         dx = slopes.pop("main")
-        return Branches(dx, **slopes) if slopes else dx, (inputs, dz)
+        dx = Branches(dx, **slopes) if slopes else dx
+        return None if self.ends else dx, (inputs, dz)
 
     def backward_weight(self, pending):
         inputs, dz = pending
