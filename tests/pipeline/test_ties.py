@@ -14,23 +14,13 @@ from support.tolerance import close_norm
 from mpipipe import Mesh, Pipeline, arrays, nn, optim
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, PeerError
 from mpipipe.pipeline.ties import TiedParameter
-from mpipipe.schedules import gpipe, one_f_one_b
+from mpipipe.schedules import gpipe, looped_bfs, one_f_one_b
 
 HEAD = f"{1 + 2 * MODEL['layers']}.1.weight"
 
 
+TWO_CHUNKS = looped_bfs(1, 2, 3)
 build = partial(small_gpt.build, dtype="float32", tied=True)
-
-
-def one_stage(**options):
-    """(schedule, stages): embedding and head in one stage."""
-    return gpipe(1, 3), build(gpipe(1, 3), 0, **options)
-
-
-def two_chunks(**options):
-    """The same in two stages of one rank."""
-    schedule = dense.build("looped_bfs", 1, 2, 3)
-    return schedule, build(schedule, 0, **options)
 
 
 def trained(comm, schedule, steps=3, before=True, **options):
@@ -48,9 +38,9 @@ def trained(comm, schedule, steps=3, before=True, **options):
     return {name: arrays.download(stage.parameters[name]) for stage in stages for name in stage.parameters}, norms
 
 
-@pytest.mark.parametrize("make", [one_stage, two_chunks])
-def test_places_on_one_rank_share_one_array(alone, make):
-    schedule, stages = make()
+@pytest.mark.parametrize("schedule", [gpipe(1, 3), TWO_CHUNKS])
+def test_places_on_one_rank_share_one_array(alone, schedule):
+    stages = build(schedule, 0)
     size = sum(stage.parameters.flat.size for stage in stages)
     first, last = stages[0], stages[-1]
     layer = last.layers[-1].layers[1]
@@ -71,7 +61,7 @@ def test_training_gives_the_same_bits_with_one_array_and_with_many(comm, before)
     """Alone the optimizer sees one array; on several ranks each of two has its own, with its own state."""
     alone = parts_of(comm, 1)
     expected, norms = trained(alone, gpipe(1, 3), before=before)
-    chunked, chunked_norms = trained(alone, two_chunks()[0], before=before)
+    chunked, chunked_norms = trained(alone, TWO_CHUNKS, before=before)
     alone.Free()
     found, found_norms = trained(comm, dense.build("one_f_one_b", comm.size, 1, 3), before=before)
     assert norms == chunked_norms == found_norms
@@ -85,7 +75,7 @@ def test_training_gives_the_same_bits_with_one_array_and_with_many(comm, before)
 def test_a_stage_whose_parameter_lies_in_an_absent_one_is_refused_with_what_helps(alone):
     tied = lambda first: nn.Stage([nn.Linear(4, 4, bias=False, tie="w")], "float64", 1, first=first)  # noqa: E731
     one, two = tied(0), tied(1)
-    Pipeline([one, two], dense.build("looped_bfs", 1, 2, 1), alone, loss=nn.mean_squared_error).close()
+    Pipeline([one, two], looped_bfs(1, 2, 1), alone, loss=nn.mean_squared_error).close()
     one.parameters.flat[...] += 1
     x = np.random.default_rng(0).standard_normal((2, 4))
     with pytest.raises(ArgumentError, match="weight lies in the buffer of a stage of an earlier") as caught:
@@ -98,7 +88,7 @@ def test_a_stage_whose_parameter_lies_in_an_absent_one_is_refused_with_what_help
     with Pipeline([new], gpipe(1, 1), alone, loss=nn.mean_squared_error) as pipeline:
         assert (pipeline.forward(x) == two.forward(x)[0]).all()
         assert pipeline.step(x, x).loss > 0 and new.gradients.flat.any()
-    Pipeline([one, two], dense.build("looped_bfs", 1, 2, 1), alone, loss=nn.mean_squared_error).close()
+    Pipeline([one, two], looped_bfs(1, 2, 1), alone, loss=nn.mean_squared_error).close()
 
 
 def test_a_second_pipeline_with_the_stages_in_another_order_trains_them(alone):
@@ -108,9 +98,9 @@ def test_a_second_pipeline_with_the_stages_in_another_order_trains_them(alone):
     for first in (False, True):
         one, two = (nn.Stage([nn.Linear(4, 4, bias=False, tie="w")], dtype="float64", seed=1, first=n) for n in (0, 1))
         if first:
-            Pipeline([one, two], dense.build("looped_bfs", 1, 2, 1), alone, loss=nn.mean_squared_error).close()
+            Pipeline([one, two], looped_bfs(1, 2, 1), alone, loss=nn.mean_squared_error).close()
         stages = [two, one]
-        with Pipeline(stages, dense.build("looped_bfs", 1, 2, 1), alone, loss=nn.mean_squared_error) as pipeline:
+        with Pipeline(stages, looped_bfs(1, 2, 1), alone, loss=nn.mean_squared_error) as pipeline:
             optimizer = optim.SGD(stages, lr=0.1)
             for _ in range(2):
                 pipeline.step(x, 2 * x)
