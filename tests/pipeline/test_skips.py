@@ -73,7 +73,7 @@ def test_gradients_are_those_of_the_whole_network(comm, monkeypatch, name, recom
     skip_nets.assert_equal_to(gradients, stages)
     dense.near(result.loss, loss)
     dense.near(evaluated, loss)
-    if asked and result.input_grads is not None:
+    if asked and comm.rank == 0:
         dense.near(np.concatenate(result.input_grads), of_inputs[""])
     if output is not None:
         dense.near(output, last)
