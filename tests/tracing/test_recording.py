@@ -1,5 +1,6 @@
 """Steps that really run, recorded by skewed clocks: the parts add up, and what is written can be read."""
 
+import gc
 import json
 import sys
 import time
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from support import dense
 
-from mpipipe import Pipeline, nn, optim, schedules, tracing
+from mpipipe import Pipeline, nn, optim, schedules, trace, tracing
 from mpipipe.errors import ArgumentError
 from mpipipe.job import inprocess
 from mpipipe.job.group import group_of
@@ -109,6 +110,19 @@ def test_recording_is_off_outside_and_needs_a_step():
             return pipeline.recorder, pipeline.ranks.pipe.context.recorders
 
     assert inprocess.run(2, job) == [(None, set())] * 2
+
+
+def test_a_recorded_pipeline_that_nobody_closed_leaves_no_recorder_behind():
+    def job(comm):
+        pipeline = Pipeline([dense.Identity()], schedules.gpipe(1, 2), comm, loss=nn.mean_squared_error)
+        pipeline.record(trace.Recorder())
+        recorders = pipeline.ranks.pipe.context.recorders
+        assert len(recorders) == 1
+        del pipeline
+        gc.collect()
+        return recorders
+
+    assert inprocess.run(1, job) == [set()]
 
 
 def test_ranks_of_several_pipelines_that_are_no_replicas_are_refused():
