@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from gpu_emulator import emulated
 from support import dense
-from support.small_gpt import build, parts_of, text
+from support.small_gpt import MODEL, build, parts_of, text
 
 from mpipipe import Pipeline, arrays, nn, optim
 from mpipipe.arrays import products
 from mpipipe.arrays.graphs import WORKSPACE_BYTES
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, BackendError, MismatchError
+from mpipipe.language.models import GPT
 from mpipipe.pipeline.graphs import unrecordable
 from mpipipe.schedules import Costs, gpipe, looped_bfs, one_f_one_b, peak_memory, simulate, with_recompute
 
@@ -91,6 +92,21 @@ def test_graphs_give_the_same_bits(gpu, comm, monkeypatch, name, chunks, recompu
     for each in computes:
         assert not each.reason  # also where messages are staged and go on while stages compute
         assert set(recorded(each)) >= {"forward", *backward}
+
+
+@pytest.mark.parametrize("name", ["one_f_one_b", "zero_bubble_h1"])
+def test_adapters_and_frozen_layers_give_the_same_bits_after_steps_of_an_optimizer(gpu, alone, monkeypatch, name):
+    """Matrices that an optimizer changes, and what is made of them, are read anew by each launch."""
+
+    def options():
+        model = GPT(**{**MODEL, "layers": 2, "dim": 8, "heads": 2, "kv_heads": 1})
+        layers = nn.LoRA(2, 4.0, ["q_proj", "down_proj"]).apply(model.build(Local()))
+        stage = nn.Stage(layers, seed=3, device="cuda", frozen=["0.*", "*.gain"])
+        optimizer = optim.AdamW([stage], 1e-2)
+        return dict(stages=[stage], between=lambda pipeline, step: optimizer.step())
+
+    (computes,) = compare(alone, dense.build(name, 1, 1, 2), monkeypatch, options(), **options())
+    assert recorded(computes)["forward"]
 
 
 @pytest.mark.long
