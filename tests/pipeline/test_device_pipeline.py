@@ -5,7 +5,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from support import dense
-from support.device_pipelines import check_weight_gradients_from_received_inputs
 from support.small_gpt import MODEL, build, gradients, on_one_rank, text
 from support.tolerance import close, close_norm
 from support.training_tolerance import path, roundings
@@ -187,13 +186,13 @@ class Undeclared(Scaled):
 def elsewhere():
     stage = nn.Stage([nn.Gelu()], device="cuda", dtype="float64")
     stage.buffers.gpu = 5
-    return stage
+    return [stage]
 
 
 SQUARES = nn.mean_squared_error
 REFUSED = [
     ("different devices", lambda: [nn.Stage([nn.Gelu()], device=device) for device in ("cpu", "cuda")], SQUARES),
-    ("not all on its current GPU", lambda: [elsewhere()], SQUARES),
+    ("not all on its current GPU", elsewhere, SQUARES),
     ("device = 'cuda'", lambda: [Undeclared(1.0)], SQUARES),
     ("value of a loss", lambda: [Scaled(1.0)], lambda output, target: (np.ones(2), output)),
     ("on cpu", lambda: [Scaled(1.0)], lambda output, target: (1.0, np.zeros(output.shape))),
@@ -219,7 +218,7 @@ def test_stages_and_losses_that_do_not_fit_a_device_are_named(gpu, comm, match, 
 
 
 def test_a_weight_gradient_reads_the_input_that_was_received(gpu, sending, comm):
-    check_weight_gradients_from_received_inputs(comm, "cuda")
+    dense.check_weight_gradients_from_received_inputs(comm, "cuda")
 
 
 @pytest.mark.long

@@ -20,17 +20,14 @@ def machine(emulated_gpu):
     return emulated_gpu.machine
 
 
-def stage_of(comm):
-    layers = [nn.Linear(WIDTH, WIDTH), nn.Gelu(), nn.Linear(WIDTH, WIDTH)]
-    return nn.Stage(layers, first=3 * comm.rank, device="cuda")
-
-
 def run(comm, machine, room, recompute=False):
     """Make a step in which the last rank has `room` bytes more than after the first call; return its pipeline."""
     schedule = gpipe(comm.size, MICROBATCHES)
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Gelu(), nn.Linear(WIDTH, WIDTH)]
+    stage = nn.Stage(layers, first=3 * comm.rank, device="cuda")
     x = np.random.default_rng(0).normal(size=(ROWS * MICROBATCHES, WIDTH)).astype(np.float32)
     mine = dense.placed(schedule, comm.rank, x, x)
-    with Pipeline([stage_of(comm)], schedule, comm, loss=nn.mean_squared_error, recompute=recompute) as pipeline:
+    with Pipeline([stage], schedule, comm, loss=nn.mean_squared_error, recompute=recompute) as pipeline:
         if comm.rank == comm.size - 1:
             machine.memory = machine.used_bytes + room
         pipeline.step(*mine)
@@ -91,39 +88,24 @@ def test_a_library_that_does_not_say_how_much_and_another_error(machine, comm, m
 # -- What a report of a hang tells of a pipeline, while a step runs and after it ---------------------------------------
 
 
-SMALL, FEW = 8, 4
-
-
-def accounts_of(comm, device="cpu"):
-    """This rank's account in the forward of micro-batch 1 of the second step, and after that step."""
-    stage = nn.Stage([nn.Linear(SMALL, SMALL)], first=comm.rank, device=device)
-    schedule = schedules.one_f_one_b(comm.size, 2)
-    forward, found = stage.forward, []
-    mine = dense.placed(schedule, comm.rank, *np.ones((2, 2 * FEW, SMALL), np.float32))
-    with Pipeline([stage], schedule, comm, nn.mean_squared_error) as pipeline:
-
-        def look(x):
-            found.append(pipeline.state.snapshot())
-            return forward(x)
-
-        stage.forward = look
-        for _ in range(2):
-            pipeline.step(*mine)
-        found.append(pipeline.state.snapshot())
-    return found[3], found[4]
-
-
-def check(rank, during, after):
-    assert during.computes
-    assert during.doing == f"forward of stage {rank}, micro-batch 1, in step (call 2) of pipeline 1 (one_f_one_b)"
-    assert (after.doing, after.computes) == ("", False)
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_an_account_names_the_action(request, device):
-    """Of a device without times."""
+    """In the forward of micro-batch 1 of the second step, and after that step."""
     if device == "cuda":
         request.getfixturevalue("gpu")
-    found = inprocess.run(2, lambda comm: accounts_of(comm, device))
-    for rank, (during, after) in enumerate(found):
-        check(rank, during, after)
+    schedule = schedules.one_f_one_b(2, 2)
+
+    def job(comm):
+        stage, found = nn.Stage([nn.Linear(8, 8)], first=comm.rank, device=device), []
+        mine = dense.placed(schedule, comm.rank, *np.ones((2, 8, 8), np.float32))
+        with Pipeline([stage], schedule, comm, nn.mean_squared_error) as pipeline:
+            forward = stage.forward
+            stage.forward = lambda x: found.append(pipeline.state.snapshot()) or forward(x)
+            for _ in range(2):
+                pipeline.step(*mine)
+            return found[3], pipeline.state.snapshot()
+
+    for rank, (during, after) in enumerate(inprocess.run(2, job)):
+        assert during.computes
+        assert during.doing == f"forward of stage {rank}, micro-batch 1, in step (call 2) of pipeline 1 (one_f_one_b)"
+        assert (after.doing, after.computes) == ("", False)

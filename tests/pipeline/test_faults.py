@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support import dense
+from support.rings import refused
 from support.tolerance import within
 
 from mpipipe import Pipeline
@@ -19,15 +20,8 @@ def make(comm, schedule, **options):
     return Pipeline(stages, schedule, comm, loss=options.pop("loss", dense.mean_squared), **options)
 
 
-def refuses(comm, kind, match, build):
-    """`build()` raises `kind` with `match` on every rank, and exactly one rank is left to report it."""
-    with pytest.raises(kind, match=match) as caught:
-        build()
-    assert comm.allgather(caught.value.reported_elsewhere).count(False) == 1
-
-
 def test_schedule_for_another_number_of_ranks(comm):
-    refuses(comm, ArgumentError, "another number of ranks", lambda: make(comm, gpipe(comm.size + 1, 2), stages=[None]))
+    refused(comm, ArgumentError, "another number of ranks", lambda: make(comm, gpipe(comm.size + 1, 2), stages=[None]))
 
 
 def test_a_refused_pipeline_leaves_no_communicator_behind(comm, monkeypatch):
@@ -46,7 +40,7 @@ def test_a_refused_pipeline_leaves_no_communicator_behind(comm, monkeypatch):
     )
     schedule = gpipe(comm.size, 2)
     for stages in ([], [None], dense.model(schedule, comm.rank) if comm.rank else [object()]):
-        refuses(comm, ArgumentError, "stage", lambda stages=stages: Pipeline(stages, schedule, comm))
+        refused(comm, ArgumentError, "stage", lambda stages=stages: Pipeline(stages, schedule, comm))
     assert len(made) == 3 and freed == made and all(group.comm not in made for group in context.current_rank().groups)
 
 
@@ -65,7 +59,7 @@ def test_a_refused_pipeline_leaves_no_communicator_behind(comm, monkeypatch):
 def test_ranks_with_different_pipelines(comm, match, schedule, options):
     odd = comm.rank == 1
     schedule = schedule(comm.size) if odd else one_f_one_b(comm.size, 4)
-    refuses(comm, MismatchError, match, lambda: make(comm, schedule, **(options if odd else {})))
+    refused(comm, MismatchError, match, lambda: make(comm, schedule, **(options if odd else {})))
 
 
 @pytest.mark.parametrize("name, orders", [
@@ -74,18 +68,19 @@ def test_ranks_with_different_pipelines(comm, match, schedule, options):
 def test_a_schedule_that_cannot_run_is_refused_with_the_grid(comm, name, orders):
     good = gpipe(comm.size, 2)
     wrong = Schedule(name, good.placement, 2, tuple(orders(good.orders)))
-    refuses(comm, ScheduleError, "0B1", lambda: make(comm, wrong))
+    refused(comm, ScheduleError, "0B1", lambda: make(comm, wrong))
 
 
 WRONG_CALLS = [
-    ("inputs are missing", lambda first, last, x, t: (None, t if last else None)),
-    ("targets are missing", lambda first, last, x, t: (x if first else None, None)),
-    ("fewer rows|smaller than", lambda first, last, x, t: (x[:2] if first else None, t[:2] if last else None)),
-    ("not C-contiguous", lambda first, last, x, t: (np.asfortranarray(x) if first else None, t if last else None)),
-    ("cannot be sent", lambda first, last, x, t: (x.astype(object) if first else None, t if last else None)),
-    ("neither an array", lambda first, last, x, t: ("text" if first else None, t if last else None)),
-    ("wrong length", lambda first, last, x, t: ([x] if first else None, t if last else None)),
-    ("rows", lambda first, last, x, t: (x[:5] if first else None, t if last else None)),
+    ("inputs are missing", lambda x, t: (None, t)),
+    ("targets are missing", lambda x, t: (x, None)),
+    ("fewer rows|smaller than", lambda x, t: (x[:2], t[:2])),
+    ("not C-contiguous", lambda x, t: (np.asfortranarray(x), t)),
+    ("cannot be sent", lambda x, t: (x.astype(object), t)),
+    ("neither an array", lambda x, t: ("text", t)),
+    ("neither an array nor a tuple", lambda x, t: ([x[:2], 3, x[:2]], t)),
+    ("wrong length", lambda x, t: ([x], t)),
+    ("rows", lambda x, t: (x[:5], t)),
 ]
 
 
@@ -93,10 +88,10 @@ WRONG_CALLS = [
 def test_wrong_arguments_raise_everywhere_and_the_pipeline_lives_on(comm, match, arguments):
     schedule = one_f_one_b(comm.size, 3)
     x, t = dense.batch(6, schedule.stages)
-    first, last = schedule.placement[0] == comm.rank, schedule.placement[-1] == comm.rank
+    wrong = dense.placed(schedule, comm.rank, *arguments(x, t))
     with make(comm, schedule) as pipeline:
         for _ in range(2):
-            refuses(comm, ArgumentError, match, lambda: pipeline.step(*arguments(first, last, x, t)))
+            refused(comm, ArgumentError, match, lambda: pipeline.step(*wrong))
         result = pipeline.step(*dense.placed(schedule, comm.rank, x, t))
         within(result.loss, dense.reference(schedule.stages, x, t)[0], dense.bounds(schedule.stages, x, t)[0], "loss")
 
@@ -125,9 +120,9 @@ def test_a_scale_that_is_no_scale_and_no_loss(comm, scale):
     schedule = gpipe(comm.size, 2)
     mine = dense.placed(schedule, comm.rank, *dense.batch(2, schedule.stages))
     with Pipeline(dense.model(schedule, comm.rank), schedule, comm) as pipeline:
-        refuses(comm, ArgumentError, "no loss", lambda: pipeline.step(*mine))
+        refused(comm, ArgumentError, "no loss", lambda: pipeline.step(*mine))
     with make(comm, schedule) as pipeline:
-        refuses(comm, ArgumentError, "scale", lambda: pipeline.step(*mine, scale=scale))
+        refused(comm, ArgumentError, "scale", lambda: pipeline.step(*mine, scale=scale))
 
 
 @pytest.mark.mpi(min_size=2)
@@ -137,11 +132,11 @@ def test_calls_that_differ_from_rank_to_rank(comm):
     with make(comm, schedule) as pipeline:
         mine = dense.placed(schedule, comm.rank, x, t)
         call = pipeline.evaluate if odd else pipeline.step
-        refuses(comm, MismatchError, "different methods", lambda: call(*mine))
+        refused(comm, MismatchError, "different methods", lambda: call(*mine))
         scale = 2.0 if odd else 1.0
-        refuses(comm, MismatchError, r"scale 2\.0", lambda: pipeline.step(*mine, scale=scale))
-        refuses(comm, MismatchError, "accumulate", lambda: pipeline.step(*mine, accumulate=odd))
-        refuses(comm, ArgumentError, "wrong rank", lambda: pipeline.step(x, mine[1]))
+        refused(comm, MismatchError, r"scale 2\.0", lambda: pipeline.step(*mine, scale=scale))
+        refused(comm, MismatchError, "accumulate", lambda: pipeline.step(*mine, accumulate=odd))
+        refused(comm, ArgumentError, "wrong rank", lambda: pipeline.step(x, mine[1]))
         pipeline.step(*mine, scale=2.0)
 
 

@@ -1,29 +1,19 @@
 """Pipelines with frozen stages: all others have the gradients they had, and nothing is sent for the frozen ones."""
 
-import numpy as np
 import pytest
 from support import dense
-from support.small_gpt import MODEL, parts_of, text
+from support.small_gpt import MODEL, build, parts_of, text
 
-from mpipipe import Branches, Mesh, Pipeline, arrays, nn, optim
-from mpipipe.attention import Local
+from mpipipe import Mesh, Pipeline, nn, optim
 from mpipipe.errors import ArgumentError
-from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
-from mpipipe.schedules import looped_bfs, partition, simulate, with_frozen, with_skips
+from mpipipe.schedules import partition, simulate, with_frozen
 
 
-def build(schedule, rank, patterns, **sizes):
-    model = GPT(**MODEL, **sizes)
-    layers, parts = model.build(Local(causal=True)), partition(model.costs(), schedule.stages)
-    cuts = [parts[number] for number in schedule.stages_of(rank)]
-    return [nn.Stage(layers[a:b], "float32", seed=3, first=a, frozen=patterns) for a, b in cuts], parts
-
-
-def run(comm, schedule, patterns, rows=5, recompute=False, **sizes):
+def run(comm, schedule, patterns, recompute):
     """({name: gradient}, loss, pipeline) of this rank after a step."""
-    stages, _ = build(schedule, comm.rank, patterns, **sizes)
-    mine = dense.placed(schedule, comm.rank, *text(rows))
+    stages = build(schedule, comm.rank, "float32", frozen=patterns)
+    mine = dense.placed(schedule, comm.rank, *text(5))
     with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy, recompute=recompute) as pipeline:
         result = pipeline.step(*mine)
     return {name: stage.gradients[name] for stage in stages for name in stage.gradients}, result.loss, pipeline
@@ -39,14 +29,13 @@ def test_gradients_of_trained_stages_have_the_bits_they_have_without_frozen_ones
     ranks = min(comm.size, 4)
     group = parts_of(comm, ranks)
     schedule = dense.build(name, ranks, 1 if name in ("one_f_one_b", "zero_bubble_h1") else 2, 3)
-    expected, loss, _ = run(group, schedule, [], recompute=recompute)
-    last = schedule.stages - 1
+    expected, loss, _ = run(group, schedule, [], recompute)
+    last, parts = schedule.stages - 1, partition(GPT(**MODEL).costs(), schedule.stages)
     for frozen in {(0,), (last,), tuple(range(last)), (0, last // 2)}:
         if len(set(frozen)) == schedule.stages:
             continue
-        _, parts = build(schedule, group.rank, [])
         plan = with_frozen(schedule, set(frozen))
-        found, found_loss, pipeline = run(group, plan, patterns_of(parts, frozen), recompute=recompute)
+        found, found_loss, pipeline = run(group, plan, patterns_of(parts, frozen), recompute)
         assert found_loss == loss
         assert pipeline.peak_activations == simulate(plan).peak_activations[group.rank]
         mine = {stage for stage in schedule.stages_of(group.rank) if stage not in frozen}
@@ -64,7 +53,7 @@ def test_replicas_sum_what_is_trained_and_nothing_else(comm):
     with Mesh(comm, pipe=comm.size // 2) as mesh:
         schedule = dense.build("one_f_one_b", mesh.pipe.size, 1, 2)
         patterns = ["0.*", "*.gain", "1.layer.1.out"]
-        stages, _ = build(schedule, mesh.pipe.rank, patterns)
+        stages = build(schedule, mesh.pipe.rank, "float32", frozen=patterns)
         inputs, targets = text(8)
         rows = slice(4 * mesh.data.rank, 4 * mesh.data.rank + 4)
         mine = dense.placed(schedule, mesh.pipe.rank, inputs[rows], targets[rows])
@@ -92,68 +81,6 @@ def test_replicas_sum_what_is_trained_and_nothing_else(comm):
 )
 def test_frozen_parameters_that_do_not_fit_are_refused_on_all_ranks(comm, chunks, patterns, frozen, match):
     schedule = dense.build("looped_bfs", comm.size, chunks, 2)
-    stages, _ = build(schedule, comm.rank, patterns, tied=True)
+    stages = build(schedule, comm.rank, "float32", frozen=patterns, tied=True)
     with pytest.raises(ArgumentError, match=match):
         Pipeline(stages, with_frozen(schedule, frozen) if frozen else schedule, comm, loss=nn.softmax_cross_entropy)
-
-
-@pytest.mark.parametrize("schedule, adapters", [("one_f_one_b", False), ("zero_bubble_h1", True)])
-def test_graphs_of_frozen_stages_and_of_adapters_have_the_bits_of_plain_calls(
-    alone, gpu, monkeypatch, schedule, adapters
-):
-    found = []
-    model = GPT(**{**MODEL, "layers": 2, "dim": 8, "heads": 2, "kv_heads": 1})
-    for graphs in "01":
-        monkeypatch.setenv("MPIPIPE_GRAPHS", graphs)
-        with arrays.own_stream():
-            layers = model.build(Local())
-            if adapters:
-                nn.LoRA(2, 4.0, ["q_proj", "v_proj", "down_proj"]).apply(layers)
-            stage = nn.Stage(layers, seed=3, device="cuda", frozen=["0.*", "*.gain", "1.*"])
-            optimizer, losses = optim.AdamW([stage], 1e-2), []
-            frozen = {name: arrays.download(stage.parameters[name]) for name in stage.frozen}
-            with Pipeline([stage], dense.build(schedule, 1, 1, 2), alone, loss=nn.softmax_cross_entropy) as pipeline:
-                stage.optimizer_writes_compute()
-                for number in range(4):
-                    losses.append(pipeline.step(*text(2, seed=number)).loss)
-                    optimizer.step()
-                if graphs == "1":
-                    kinds = pipeline.executor.stages[0].runner._free.values()
-                    assert any(slot.graphs for kind in kinds for slot in kind)
-            found.append((losses, arrays.download(stage.parameters.flat).tobytes()))
-            for name, before in frozen.items():
-                assert arrays.download(stage.parameters[name]).tobytes() == before.tobytes(), name
-    assert found[0] == found[1]
-    assert len(set(found[0][0])) == 4
-
-
-class Skipping(dense.Identity):
-    """Gives its input over a skip from stage 0; the last one adds it, and may leave out its gradient."""
-
-    gradients = None
-
-    def __init__(self, number, last, leaves_out):
-        self.number, self.last, self.leaves_out = number, last, leaves_out
-
-    def forward(self, x):
-        y = x.main + x["far"] if self.number == self.last else x
-        return (Branches(y, far=x) if self.number == 0 else y), None
-
-    def backward(self, dy, saved):
-        assert self.number, "stage 0 is frozen"
-        return dy if self.leaves_out or self.number < self.last else Branches(dy, far=dy)
-
-
-@pytest.mark.parametrize("leaves_out", [True, False])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_gradient_of_a_skip_from_a_frozen_stage_may_be_left_out(ranks, leaves_out):
-    schedule = with_skips(with_frozen(looped_bfs(ranks, 2, 2), [0]), {"far": (0, 2 * ranks - 1)})
-
-    def job(comm):
-        stages = [Skipping(number, 2 * ranks - 1, leaves_out) for number in schedule.stages_of(comm.rank)]
-        with Pipeline(stages, schedule, comm, dense.mean_squared) as pipeline:
-            x = np.ones((4, 3))
-            losses = [pipeline.step(*dense.placed(schedule, comm.rank, x, x)).loss for _ in range(2)]
-        return losses
-
-    assert inprocess.run(ranks, job) == [[1.0, 1.0]] * ranks

@@ -39,25 +39,16 @@ def test_sequences_sharded_inside_pipeline_stages_give_the_dense_gradients(comm,
     monkeypatch.setenv("MPIPIPE_SYNC_SENDS", str(synchronous))
     expected, loss = on_one_rank(3)
     with Mesh(comm, pipe=comm.size // 2 or 1, seq=min(2, comm.size)) as mesh:
-        check_sharded(mesh, layout, expected, loss)
-
-
-def check_sharded(mesh, kind, expected, loss, rows=9):
-    """One step on sharded sequences has this loss and these gradients."""
-    schedule = dense.build("interleaved_1f1b", mesh.pipe.size, 2, 3)
-    layout = Layout(kind, mesh.seq.size, MODEL["seq_len"])
-    ring = Ring(mesh.seq, layout=kind)
-    stages = build(schedule, mesh.pipe.rank, attend=ring, token_positions=layout.positions(mesh.seq.rank))
-    share = rows // mesh.data.size
-    mine = [
-        layout.shard(array[mesh.data.rank * share : (mesh.data.rank + 1) * share], mesh.seq.rank)
-        for array in text(rows)
-    ]
-    options = dict(loss=nn.softmax_cross_entropy, replicas=mesh.replicas)
-    with Pipeline(stages, schedule, mesh.pipe, **options) as pipeline:
-        for _ in range(2):
-            found = pipeline.step(*dense.placed(schedule, mesh.pipe.rank, *mine)).loss
-    operations = path(GPT(**MODEL), rows * MODEL["seq_len"])
+        schedule = dense.build("interleaved_1f1b", mesh.pipe.size, 2, 3)
+        cut = Layout(layout, mesh.seq.size, MODEL["seq_len"])
+        ring = Ring(mesh.seq, layout=layout)
+        stages = build(schedule, mesh.pipe.rank, attend=ring, token_positions=cut.positions(mesh.seq.rank))
+        mine = dense.placed(schedule, mesh.pipe.rank, *(cut.shard(array, mesh.seq.rank) for array in text(9)))
+        options = dict(loss=nn.softmax_cross_entropy, replicas=mesh.replicas)
+        with Pipeline(stages, schedule, mesh.pipe, **options) as pipeline:
+            for _ in range(2):
+                found = pipeline.step(*mine).loss
+    operations = path(GPT(**MODEL), 9 * MODEL["seq_len"])
     close(found, loss, operations)
     for stage in stages:
         for name in stage.gradients:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import dense, small_gpt
+from support.dense import near
 from support.random_schedules import runnable_schedules
 from support.small_gpt import text
 
@@ -23,50 +24,35 @@ def tanh(number):
     return dense.ShownStage(number, WIDTH, WIDTH)
 
 
-def near(found, expected):
-    """Rounding of sums of some dozens of numbers of size 1, over a few stages."""
-    assert np.linalg.norm(np.subtract(found, expected)) <= 1e-12 * max(np.linalg.norm(expected), 1e-3)
-
-
 def covariance(output, target):
     """(value, gradient) of a loss in which every row meets every other: |Y'Y / n - T'T / n|^2."""
     off = (output.T @ output - target.T @ target) / len(output)
     return float((off**2).sum()), 4 * output @ off / len(output)
 
 
-class OverBatch:
+def of_lists(outputs, targets):
     """The same of a list of micro-batches, as lists."""
+    value, gradient = covariance(np.concatenate(outputs), np.concatenate(targets))
+    return value, np.split(gradient, np.cumsum([len(output) for output in outputs])[:-1])
 
-    over_batch = True
 
-    def __init__(self, weight=None):
-        self.weight = weight
+def over_batch(call, weight=None):
+    """A loss over the batch, with a weight if so asked."""
 
-    def __call__(self, outputs, targets):
+    def loss(outputs, targets):
         assert isinstance(outputs, list) and isinstance(targets, list)
-        assert not targets[0].flags.writeable
-        value, gradient = covariance(np.concatenate(outputs), np.concatenate(targets))
-        parts = np.split(gradient, np.cumsum([len(output) for output in outputs])[:-1])
-        return (value, parts) if self.weight is None else (value, parts, self.weight)
+        assert not (isinstance(targets[0], np.ndarray) and targets[0].flags.writeable)
+        return call(outputs, targets) if weight is None else (*call(outputs, targets), weight)
 
-
-def forward_of(stages, x):
-    kept = [x]
-    for number in range(stages):
-        kept.append(np.tanh(kept[-1] @ tanh(number).weight))
-    return kept
+    loss.over_batch = True
+    return loss
 
 
 def dense_step(stages, x, target, share=1.0):
     """(value, gradients by stage, input gradient) of a batch on one process, in plain numpy; all times `share`."""
-    kept = forward_of(stages, x)
-    value, dy = covariance(kept[-1], target)
-    dy, gradients = dy * share, []
-    for number in reversed(range(stages)):
-        inner = dy * (1 - kept[number + 1] ** 2)
-        gradients.insert(0, kept[number].T @ inner)
-        dy = inner @ tanh(number).weight.T
-    return value * share, gradients, dy
+    layers = [tanh(number) for number in range(stages)]
+    value, dx, _ = dense.through(layers, x, lambda y: [share * each for each in covariance(y, target)])
+    return value, [layer.gradient for layer in layers], dx
 
 
 def is_right(schedule):
@@ -76,19 +62,16 @@ def is_right(schedule):
     return "F" not in ops[min(map(ops.index, {"B", "I"} & {*ops})) :]
 
 
-def outside(pipe, batch, scale, accumulate=False, share=1.0):
+def outside(pipe, batch, scale, share):
     """A step of which the caller computes loss and gradients; (value or None, input gradients)."""
     outputs, value, gradients = pipe.forward_train(batch[0]), None, None
     if outputs is not None:
-        whole = np.concatenate(outputs) if isinstance(outputs, list) else outputs
-        value, gradients = covariance(whole, np.concatenate(batch[1]))
-        gradients = gradients * share
-        if isinstance(outputs, list):
-            gradients = np.split(gradients, np.cumsum([len(output) for output in outputs])[:-1])
-    return value, pipe.backward(gradients, scale, accumulate)
+        value, gradients = of_lists(outputs, batch[1])
+        gradients = [share * part for part in gradients]
+    return value, pipe.backward(gradients, scale)
 
 
-def check_steps(comm, schedule, data, seed, kind, scale=1.0, recompute=False, weights=False):
+def check_steps(comm, schedule, data, seed, kind, scale, weights):
     """Steps of `kind` have losses, gradients and peaks of one process; another order than needed is refused."""
     rng = np.random.default_rng(seed)
     rows = rng.integers(1, 4, (data, schedule.microbatches))
@@ -102,9 +85,9 @@ def check_steps(comm, schedule, data, seed, kind, scale=1.0, recompute=False, we
     with Mesh(comm, pipe=schedule.ranks, data=data) as mesh:
         me, numbers = mesh.data.rank, schedule.stages_of(mesh.pipe.rank)
         stages = [tanh(number) for number in numbers]
-        loss = OverBatch(weight=counts[me] if weights else None) if kind == "over batch" else dense.mean_squared
+        loss = over_batch(of_lists, counts[me] if weights else None) if kind == "over batch" else dense.mean_squared
         batch = dense.placed(schedule, mesh.pipe.rank, *([each[part] for each in batches[me]] for part in (0, 1)))
-        build = partial(Pipeline, stages, schedule, mesh.pipe, loss, recompute, replicas=mesh.replicas)
+        build = partial(Pipeline, stages, schedule, mesh.pipe, loss, replicas=mesh.replicas)
         if not is_right(schedule):
             with pytest.raises(ArgumentError, match=r"needs all outputs[^$]*schedules.gpipe"):
                 if kind == "over batch":
@@ -128,8 +111,7 @@ def check_steps(comm, schedule, data, seed, kind, scale=1.0, recompute=False, we
                     near(stage.gradient / scale, expected[number])
                 if dx is not None:
                     near(np.concatenate(dx), found[me][2])
-                if not recompute:
-                    assert pipe.peak_activations == simulate(schedule).peak_activations[mesh.pipe.rank]
+                assert pipe.peak_activations == simulate(schedule).peak_activations[mesh.pipe.rank]
                 assert pipe.steps_taken == again + 1
 
 
@@ -153,7 +135,7 @@ def right_schedules(draw):
 )
 def test_random_schedules_are_refused_or_right(schedule, data, seed, kind, scale, weights, synchronous):
     def job(comm):
-        check_steps(comm, schedule, data, seed, kind, scale, weights=weights)
+        check_steps(comm, schedule, data, seed, kind, scale, weights)
 
     inprocess.run(schedule.ranks * data, job, synchronous=synchronous)
 
@@ -177,9 +159,8 @@ def test_an_accumulated_step_adds_what_a_step_gives(comm, name, tied, data, weig
         value, gradient = nn.softmax_cross_entropy(output, target)
         return (value, gradient, float(1 + target[0, 0] % 3)) if weighted else (value, gradient)
 
-    loss.mean_over_entries = None if weighted else True
-    if weighted:
-        del loss.mean_over_entries
+    if not weighted:
+        loss.mean_over_entries = True
     with Mesh(comm, pipe=schedule.ranks, data=data) as mesh:
         stages = small_gpt.build(schedule, mesh.pipe.rank, dtype="float64", tied=tied)
         feeds = [dense.placed(schedule, mesh.pipe.rank, *text(6, seed=7 * mesh.data.rank + k)) for k in range(3)]
@@ -201,27 +182,14 @@ def test_an_accumulated_step_adds_what_a_step_gives(comm, name, tied, data, weig
             assert all(mine.tobytes() == parts[0].tobytes() for mine, parts in zip(flats(stages), sums))
 
 
-def test_accumulated_halves_add_up_too(comm):
-    schedule, rng = gpipe(comm.size, 3), np.random.default_rng(0)
-    inputs, targets = rng.normal(size=(2, 3, 4, WIDTH))
-    stages = [tanh(comm.rank)]
-    batch = dense.placed(schedule, comm.rank, list(inputs), list(targets))
-    with Pipeline(stages, schedule, comm) as pipe:
-        outside(pipe, batch, 1.0)
-        once = stages[0].gradient.copy()
-        outside(pipe, batch, 1.0, accumulate=True)
-        assert stages[0].gradient.tobytes() == (2 * once).tobytes()
-        near(once, dense_step(comm.size, *map(np.concatenate, (inputs, targets)))[1][comm.rank])
-
-
 # -- Mistakes: one error on all ranks, after which all may go on ------------------------------------------------------
 
 
-def halfway(comm, **options):
+def halfway(comm):
     """(pipeline, its batch, gradients of the outputs): the forwards of a step have run."""
     schedule = gpipe(comm.size, 2)
     batch = dense.placed(schedule, comm.rank, np.ones((4, WIDTH)), np.zeros((4, WIDTH)))
-    pipe = Pipeline([tanh(comm.rank)], schedule, comm, dense.mean_squared, **options)
+    pipe = Pipeline([tanh(comm.rank)], schedule, comm, dense.mean_squared)
     y = pipe.forward_train(batch[0])
     return pipe, batch, y
 
@@ -245,34 +213,28 @@ def test_another_call_between_the_halves_is_refused(comm, call, others):
         else:
             pipe.backward(y)
     pipe.backward(y)  # the step is as it was
-    expected = dense_like(comm.size, np.ones((4, WIDTH)), comm.rank)
-    near(pipe.stages[0].gradient, expected)
+    near(pipe.stages[0].gradient, for_outputs(comm))
     CALLS[call](pipe, batch)
     with suppress(ArgumentError):  # forward_train is to be followed by backward
         pipe.close()
 
 
-def dense_like(stages, x, rank):
-    """The gradient of stage `rank` for gradients of the outputs that are the outputs themselves."""
-    kept = forward_of(stages, x)
-    dy = kept[-1]
-    for number in reversed(range(stages)):
-        inner = dy * (1 - kept[number + 1] ** 2)
-        if number == rank:
-            return kept[number].T @ inner
-        dy = inner @ tanh(number).weight.T
+def for_outputs(comm):
+    """The gradient of this rank's stage where those of the outputs are the outputs themselves."""
+    layers = [tanh(number) for number in range(comm.size)]
+    dense.through(layers, np.ones((4, WIDTH)), lambda y: (0.0, y))
+    return layers[comm.rank].gradient
 
 
 def test_a_backward_without_its_forwards_or_twice_is_refused(comm):
-    schedule = gpipe(comm.size, 2)
-    x = np.ones((4, WIDTH))
-    with Pipeline([tanh(comm.rank)], schedule, comm, dense.mean_squared) as pipe:
-        for _ in range(2):
-            for gradients in (None, x):
-                with pytest.raises(ArgumentError, match="backward was called without a forward_train before it"):
-                    pipe.backward(gradients)
-            y = pipe.forward_train(x if comm.rank == 0 else None)
-            pipe.backward(y)
+    pipe, batch, y = halfway(comm)
+    for gradients in (None, np.ones((4, WIDTH))):
+        pipe.backward(y)
+        with pytest.raises(ArgumentError, match="backward was called without a forward_train before it"):
+            pipe.backward(gradients)
+        y = pipe.forward_train(batch[0])
+    pipe.backward(y)
+    pipe.close()
 
 
 SHAPES = {
@@ -295,7 +257,7 @@ def test_gradients_that_do_not_fit_are_refused_and_may_be_given_anew(comm, case)
     with pytest.raises(ArgumentError, match="wrong rank" if comm.size > 1 else "scale"):
         pipe.backward(np.ones((4, WIDTH)), scale=0 if comm.size == 1 else 1)
     pipe.backward(None if y is None else [y[:2], y[2:]])
-    near(pipe.stages[0].gradient, dense_like(comm.size, np.ones((4, WIDTH)), comm.rank))
+    near(pipe.stages[0].gradient, for_outputs(comm))
     pipe.close()
 
 
@@ -345,11 +307,8 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_what_a_loss_over_the_batch_returns_is_looked_at(comm, case):
     make, match = WRONG[case]
-    schedule = gpipe(comm.size, 2)
-    batch = dense.placed(schedule, comm.rank, np.ones((4, WIDTH)), np.zeros((4, WIDTH)))
-    loss = lambda ys, ts: make(ys, ts)  # noqa: E731
-    loss.over_batch = True
-    pipe = Pipeline([tanh(comm.rank)], schedule, comm, loss)
+    batch = dense.placed(gpipe(comm.size, 2), comm.rank, np.ones((4, WIDTH)), np.zeros((4, WIDTH)))
+    pipe = Pipeline([tanh(comm.rank)], gpipe(comm.size, 2), comm, over_batch(make))
     with pytest.raises((ArgumentError, StageError, PeerError), match=match):
         pipe.step(*batch)
 
@@ -358,8 +317,7 @@ def test_outputs_that_lie_in_received_buffers_last_until_the_loss_over_the_batch
     """Stages that hand on what they received, whose buffers an evaluation uses again at once."""
     schedule, x = gpipe(comm.size, 4), np.arange(24.0).reshape(8, 3)
     loss = lambda ys, ts: (float(np.abs(np.concatenate(ys) - np.concatenate(ts)).max()), ys)  # noqa: E731
-    loss.over_batch = True
-    with Pipeline([dense.Identity()], schedule, comm, loss) as pipe:
+    with Pipeline([dense.Identity()], schedule, comm, over_batch(loss)) as pipe:
         for _ in range(3):
             assert pipe.step(*dense.placed(schedule, comm.rank, x, x)).loss == 0
             assert pipe.evaluate(*dense.placed(schedule, comm.rank, x, x)) == 0
@@ -378,12 +336,13 @@ def on_device(comm, device, recompute):
     ask = lambda m: x[2 * m : 2 * m + 2].copy()  # noqa: E731
     there = arrays.upload if device == "cuda" else np.copy
 
-    def loss(outputs, targets):
-        _, parts = OverBatch()([*map(arrays.download, outputs)], targets)
+    def lists(outputs, targets):
+        _, parts = of_lists([*map(arrays.download, outputs)], targets)
         value, _ = nn.mean_squared_error(outputs[0], there(targets[0]))  # a number on the device
         return value, [there(part) for part in parts]
 
-    loss.over_batch = loss.wants_host_targets = True
+    loss = over_batch(lists)
+    loss.wants_host_targets = True
     found = []
     inputs, targets = dense.placed(schedule, comm.rank, ask, target)
     with Pipeline(stages, schedule, comm, loss, recompute) as pipe:

@@ -56,15 +56,12 @@ def test_loss_and_gradients_are_those_of_the_whole_head(comm, monkeypatch, slice
             np.testing.assert_allclose(every[key], gradient, rtol=0, atol=1e-12 * np.abs(gradient).max(), err_msg=key)
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_without_labels_a_pipeline_gives_the_logits_of_the_whole_head(comm, chunks):
-    schedule = dense.build("interleaved_1f1b" if chunks == 2 else "one_f_one_b", comm.size, chunks, 3)
-    x, _ = text(6)
-    found = []
+def test_without_labels_a_pipeline_gives_the_logits_of_the_whole_head(comm):
+    schedule, found = dense.build("interleaved_1f1b", comm.size, 2, 3), []
     for slices in (1, 5):
         plan, stages = cut(comm, schedule, slices, labels=False)
         with Pipeline(stages, plan.schedule, comm) as pipeline:
-            found.append(pipeline.forward(x if comm.rank == plan.schedule.placement[0] else None))
+            found.append(pipeline.forward(dense.placed(plan.schedule, comm.rank, text(6)[0], None)[0]))
     if comm.rank == schedule.placement[-1]:
         np.testing.assert_allclose(*found, rtol=1e-12, atol=1e-13)
 

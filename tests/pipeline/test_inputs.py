@@ -7,7 +7,6 @@ import pytest
 from support import dense
 
 from mpipipe import Pipeline, arrays, nn
-from mpipipe.comm.transport.host import check_sendable
 from mpipipe.errors import ArgumentError, PeerError, StageError
 from mpipipe.schedules import looped_bfs, one_f_one_b
 
@@ -106,9 +105,8 @@ def test_an_output_with_names_keeps_them_for_the_loss(comm):
 
 
 def memmap(array, folder):
-    mapped = np.memmap(folder / "map", array.dtype, "w+", shape=array.shape)
-    mapped[...] = array
-    return mapped
+    np.save(folder / "map.npy", array)
+    return np.load(folder / "map.npy", mmap_mode="r+")
 
 
 KINDS_OF_ARRAYS = {"memmap": memmap, "matrix": lambda array, _: np.asmatrix(array)}
@@ -191,9 +189,7 @@ def test_a_masked_output_is_refused_by_the_sender_in_every_step(comm):
 @pytest.mark.parametrize("kind", [[("a", "f4"), ("b", "i4")], "V8", "U3", "S3"])
 def test_records_and_text_are_refused_by_the_sender(comm, kind):
     array = np.zeros((ROWS, DIM), kind)
-    with pytest.raises(ArgumentError, match="dtype that cannot be sent") as caught:
-        check_sendable(array)
-    assert str(array.dtype) in caught.value.found
     with Pipeline([dense.Identity()], one_f_one_b(comm.size, 2), comm) as pipeline:
-        with pytest.raises(ArgumentError, match="dtype that cannot be sent"):
+        with pytest.raises(ArgumentError, match="dtype that cannot be sent") as caught:
             pipeline.forward(array if comm.rank == 0 else None)
+    assert str(array.dtype) in caught.value.found

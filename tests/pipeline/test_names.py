@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import dense
+from support.dense import near
 from support.random_schedules import runnable_schedules
-from support.skip_nets import near
+from support.skip_nets import drawn, reference
 
 from mpipipe import Branches, Mesh, Pipeline, cut, nn, schedules
 from mpipipe.errors import ArgumentError, PeerError
@@ -26,17 +27,13 @@ NET = [
 ]
 
 
-def drawn(place, name):
-    return np.random.default_rng([place, *name.encode()]).normal(size=(WIDTH, WIDTH)) / np.sqrt(WIDTH)
-
-
 class Mixed(nn.Layer):
     """y = tanh(x W + sum of s U over all names that it takes), which it gives under all its names."""
 
     def __init__(self, place, takes, gives):
         self.place, self.takes, self.gives = place, takes, gives
         self.declared = {
-            name: nn.Parameter((WIDTH, WIDTH), lambda generator, shape, name=name: drawn(place, name))
+            name: nn.Parameter((WIDTH, WIDTH), lambda generator, shape, name=name: drawn(place, name, WIDTH))
             for name in ("main", *takes)
         }
 
@@ -63,42 +60,21 @@ class Mixed(nn.Layer):
             self._add(name, lambda part, grad: np.add(grad, part, out=grad), each.T @ dz)
 
 
-def reference(net, inputs, targets):
-    """(loss, gradients of parameters by name, those of the inputs by name), for all rows at once."""
-    values, outputs, x = dict(inputs.skips), [], inputs.main
-    for place, (takes, gives) in enumerate(net):
-        before = {"main": x} | {name: values[name] for name in takes}
-        x = np.tanh(sum(each @ drawn(place, name) for name, each in before.items()))
-        outputs.append((before, x))
-        values |= dict.fromkeys(gives, x)
-    loss, dx = dense.mean_squared(x, targets)
-    wanted = {name: np.zeros_like(each) for name, each in values.items()}
-    gradients = {}
-    for place, (takes, gives) in reversed([*enumerate(net)]):
-        before, y = outputs[place]
-        dz = (dx + sum(wanted[name] for name in gives)) * (1 - y * y)
-        for name, each in before.items():
-            gradients[f"{place}.{name}"] = each.T @ dz
-        for name in takes:
-            wanted[name] += dz @ drawn(place, name).T
-        dx = dz @ drawn(place, "main").T
-    return loss, gradients, {"": dx} | {name: wanted[name] for name in inputs.skips}
-
-
 def batch(rows, names=("time", "extra")):
     draw = np.random.default_rng(rows).normal
     inputs = Branches(draw(size=(rows, WIDTH)), **{name: draw(size=(rows, WIDTH)) for name in names})
     return inputs, draw(size=(rows, WIDTH))
 
 
-def layers_of(net, recomputes=()):
-    layers = [Mixed(place, *each) for place, each in enumerate(net)]
-    return [nn.Recompute(layer) if place in recomputes else layer for place, layer in enumerate(layers)]
+def rows_of(inputs, rows):
+    return Branches(inputs.main[rows], **{name: each[rows] for name, each in inputs.skips.items()})
 
 
 def run(comm, schedule, net, inputs, targets, *, recomputes=(), frozen=(), costs=None, steps=2, **options):
     """Stages, last result, evaluated loss and pipeline of this rank."""
-    stages = cut(layers_of(net, recomputes), schedule, comm.rank, costs, dtype="float64", frozen=frozen)
+    layers = [Mixed(place, *each) for place, each in enumerate(net)]
+    layers = [nn.Recompute(layer) if place in recomputes else layer for place, layer in enumerate(layers)]
+    stages = cut(layers, schedule, comm.rank, costs, dtype="float64", frozen=frozen)
     own = dense.placed(schedule, comm.rank, inputs, targets)
     with Pipeline(stages, stages.schedule, comm, loss=dense.mean_squared, **options) as pipeline:
         for _ in range(steps):
@@ -109,7 +85,7 @@ def run(comm, schedule, net, inputs, targets, *, recomputes=(), frozen=(), costs
 
 def check_all(found, expected, frozen=()):
     stages, result, value = found
-    loss, gradients, of_inputs = expected
+    loss, gradients, of_inputs, _ = expected
     near(result.loss, loss)
     near(value, loss)
     for stage in stages:
@@ -122,17 +98,11 @@ def check_all(found, expected, frozen=()):
             near(np.concatenate([({"": each.main} | each.skips)[name] for each in trees]), wanted)
 
 
-CASES = {
-    name: schedules.by_name(name, ranks=2, microbatches=4, chunks=chunks)
-    for name, chunks in [
-        ("gpipe", 1),
-        ("one_f_one_b", 1),
-        ("interleaved_1f1b", 2),
-        ("zero_bubble_h1", 1),
-        ("interleaved_zero_bubble", 2),
-        ("zero_bubble_v", 2),
-    ]
-}
+def made(name, chunks=1):
+    return schedules.by_name(name, ranks=2, microbatches=4, chunks=chunks)
+
+
+ONE_F_ONE_B = made("one_f_one_b")
 
 
 @st.composite
@@ -167,18 +137,18 @@ def test_every_list_of_layers_runs_by_every_schedule_and_cut(schedule, data, syn
         check_all(found, expected)
 
 
-TABLE = schedules.with_frozen(CASES["interleaved_zero_bubble"], {0})
+TABLE = schedules.with_frozen(made("interleaved_zero_bubble", 2), {0})
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("schedule, frozen", [(TABLE, "01"), (CASES["one_f_one_b"], "47"), (CASES["gpipe"], "0")])
+@pytest.mark.parametrize("schedule, frozen", [(TABLE, "01"), (ONE_F_ONE_B, "47"), (made("gpipe"), "0")])
 def test_frozen_layers_hand_gradients_on_where_something_before_them_is_trained(comm, schedule, frozen):
     if comm.size != 2:
         return
     inputs, targets = batch(12)
     found = run(comm, schedule, NET, inputs, targets, frozen=[f"{place}.*" for place in frozen])
     expected = reference(NET, inputs, targets)
-    check_all(found, expected if schedule.has_backward(0) else (*expected[:2], {}), frozen)
+    check_all(found, expected if schedule.has_backward(0) else (*expected[:2], {}, None), frozen)
 
 
 @pytest.mark.ranks(4)
@@ -188,23 +158,20 @@ def test_replicas_sum_and_check_mode_looks_at_named_values(comm):
     inputs, targets = batch(16)
     with Mesh(comm, pipe=2) as mesh:
         rows = slice(8 * mesh.data.rank, 8 * mesh.data.rank + 8)
-        own = Branches(inputs.main[rows], **{name: each[rows] for name, each in inputs.skips.items()})
+        own = rows_of(inputs, rows)
         found = run(
-            mesh.pipe, CASES["zero_bubble_v"], NET, own, targets[rows], replicas=mesh.replicas, check=True, steps=1
+            mesh.pipe, made("zero_bubble_v", 2), NET, own, targets[rows], replicas=mesh.replicas, check=True, steps=1
         )
-    loss, gradients, _ = reference(NET, inputs, targets)
-    check_all(found, (loss, gradients, {}))
+    loss, gradients, *_ = reference(NET, inputs, targets)
+    check_all(found, (loss, gradients, {}, None))
 
 
 def test_a_function_of_the_microbatch_may_give_branches():
     inputs, targets = batch(12)
-    pieces = [
-        Branches(*(each[at : at + 3] for each in [inputs.main]), **{n: e[at : at + 3] for n, e in inputs.skips.items()})
-        for at in range(0, 12, 3)
-    ]
+    pieces = [rows_of(inputs, slice(at, at + 3)) for at in range(0, 12, 3)]
     whole = reference(NET, inputs, targets)
     for given_as in (pieces, pieces.__getitem__):
-        for found in inprocess.run(2, lambda comm: run(comm, CASES["one_f_one_b"], NET, given_as, targets)):  # noqa: B023
+        for found in inprocess.run(2, lambda comm: run(comm, ONE_F_ONE_B, NET, given_as, targets)):  # noqa: B023
             check_all(found, whole)
 
 
@@ -221,7 +188,7 @@ def test_integers_under_names_reach_layers_and_have_no_gradient():
     kind, (inputs, targets) = np.arange(8) % 3, batch(8)
 
     def job(comm):
-        stages = cut([nn.Linear(4, 4), Pick()], CASES["one_f_one_b"], comm.rank, dtype="float64")
+        stages = cut([nn.Linear(4, 4), Pick()], ONE_F_ONE_B, comm.rank, dtype="float64")
         own = dense.placed(stages.schedule, comm.rank, Branches(inputs.main, kind=kind), targets)
         with Pipeline(stages, stages.schedule, comm, loss=dense.mean_squared) as pipeline:
             result = pipeline.step(*own)
@@ -257,7 +224,7 @@ def test_lists_that_cannot_be_are_refused(match):
         (lambda x, stages: (x.main, stages.schedule), "take other names than it is handed"),
         (lambda x, stages: (Branches(x.main, lead=x["time"]), stages.schedule), "found: lead"),
         (lambda x, stages: (Branches(x.main, more=x.main, **x.skips), stages.schedule), "found: more, time"),
-        (lambda x, stages: (x, CASES["one_f_one_b"]), "the skips of the schedule are not those of the names"),
+        (lambda x, stages: (x, ONE_F_ONE_B), "the skips of the schedule are not those of the names"),
         (
             lambda x, stages: (x, schedules.with_skips(stages.schedule, {"a": (0, 1), "b": (0, 1), "time": (0, 1)})),
             "skip b",
@@ -268,7 +235,7 @@ def test_names_that_do_not_fit_are_one_error_on_all_ranks(comm, wrong, match):
     if comm.size != 2:
         return
     layers = [Mixed(0, (), ("a",)), nn.Linear(4, 4), nn.Join("a"), nn.Linear(8, 4), nn.AdaptiveNorm(4, 4, "time")]
-    stages = cut(layers, CASES["one_f_one_b"], comm.rank, dtype="float64")
+    stages = cut(layers, ONE_F_ONE_B, comm.rank, dtype="float64")
     inputs, targets = batch(8, ("time",))
     inputs, schedule = wrong(inputs, stages)
     with (

@@ -1,9 +1,6 @@
-"""The plan of one rank: messages that both ends name alike, and the window of receives by search."""
-
-from collections import Counter
+"""The plan of one rank: the window of receives by search, and what that of a large schedule takes."""
 
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.any_schedule import any_schedule
 
 from mpipipe import schedules
@@ -13,36 +10,6 @@ from mpipipe.pipeline.plan import ActionPlan, receive_window
 
 def plan_of(schedule, rank):
     return ActionPlan(schedule, rank, Tags(schedule.placement, schedule.microbatches, 32767, schedule.skip_ends))
-
-
-@settings(max_examples=50)
-@given(schedule=any_schedule, data=st.data())
-def test_every_message_is_sent_once_and_received_once_under_the_same_name(schedule, data):
-    pairs = [(a, b) for a in range(schedule.stages) for b in range(a + 2, schedule.stages)]
-    drawn = data.draw(st.lists(st.sampled_from(pairs), max_size=4)) if pairs else []
-    schedule = schedules.with_skips(schedule, {f"skip{number}": ends for number, ends in enumerate(drawn)})
-    sent, received = Counter(), Counter()
-    for rank in range(schedule.ranks):
-        plan = plan_of(schedule, rank)
-        assert [str(step) for step in plan.steps] == [str(action) for action in schedule.orders[rank]]
-        assert plan.receives == [each for step in plan.steps for each in step.receives]
-        sent.update((rank, *each) for step in plan.steps for each in step.sends)
-        received.update((envelope.peer, rank, *envelope[1:]) for envelope in plan.receives)
-    assert sent == received and set(sent.values()) <= {1}
-    ends = [*zip(schedule.placement, schedule.placement[1:])]
-    ends += [(schedule.placement[a], schedule.placement[b]) for a, b in schedule.skip_ends]
-    edges = sum(here != there for here, there in ends)
-    directions = 1 if schedule.forwards_only else 2
-    assert len(sent) == edges * schedule.microbatches * directions
-
-
-@settings(max_examples=50)
-@given(schedule=any_schedule)
-def test_the_last_gradient_of_each_stage_completes_it(schedule):
-    for rank in range(schedule.ranks):
-        steps = plan_of(schedule, rank).steps
-        last = {step.stage: number for number, step in enumerate(steps) if step.op in "BW"}
-        assert {number for number, step in enumerate(steps) if step.completes} == set(last.values())
 
 
 @settings(max_examples=50)
@@ -67,3 +34,35 @@ def test_the_window_is_the_smallest_with_which_each_receive_is_posted_before_its
             window = receive_window(schedules.simulate(schedule), rank)
             assert window >= 1 and is_enough(window)
             assert window == 1 or not is_enough(window - 1)
+
+
+# -- A large schedule ----------------------------------------------------------------------------------------------
+
+
+SCRIPT = """
+import resource
+from mpipipe import schedules
+from mpipipe.comm import Tags
+from mpipipe.pipeline.batch import BatchReader
+from mpipipe.pipeline.plan import ActionPlan
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+before = peak()
+schedule = schedules.by_name("interleaved_1f1b", ranks=128, chunks=2, microbatches=128)
+schedules.check(schedule)
+assert schedule.fingerprint
+tags = Tags(schedule.placement, schedule.units, 32767, schedule.skip_ends)  # every MPI has this upper bound
+BatchReader(schedule, 63, loss=None)
+plan = ActionPlan(schedule, 63, tags)
+print(peak() - before, len(plan.steps), *sorted({each.peer for each in plan.sends}))
+"""
+
+
+def test_a_rank_of_a_large_pipeline_needs_little_memory(launch):
+    """In a process of its own, whose peak is that of the plan; a trace of memory would take longer than the plan."""
+    job = launch(0, SCRIPT)
+    kilobytes, steps, *peers = map(int, job.stdout.split())
+    assert kilobytes < 400 << 10
+    assert steps >= 4 * 128 and peers == [62, 64]

@@ -1,6 +1,7 @@
 """Forwards that are run again: the bits of those that are not, what is held meanwhile, and where a failure is."""
 
-from collections import Counter
+import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -44,30 +45,31 @@ def test_gradients_have_the_bits_of_1f1b_on_1_2_and_4_ranks(comm, name, chunks, 
             assert gradient.tobytes() == expected[key].tobytes(), (name, ranks, key)
 
 
+class Saved(SimpleNamespace):
+    """What a forward saves; other than SimpleNamespace it can be watched."""
+
+
 class Counted(nn.Stage):
-    """Counts what its forwards have saved and nobody has dropped yet, at each of its calls."""
+    """Notes at each of its calls what its forwards have saved and nobody has dropped yet."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        self.alive, self.seen = Counter(), []
+        self.alive, self.seen = 0, []
+
+    def gone(self):
+        self.alive -= 1
 
     def forward(self, x):
-        self.seen.append(("forward", self.alive["saved"]))
+        self.seen.append(("forward", self.alive))
         y, saved = super().forward(x)
-        return y, Saved(saved, self.alive)
+        kept = Saved(saved=saved)
+        weakref.finalize(kept, self.gone)
+        self.alive += 1
+        return y, kept
 
-    def backward(self, dy, saved):
-        self.seen.append(("backward", self.alive["saved"]))
-        return super().backward(dy, saved.inner)
-
-
-class Saved:
-    def __init__(self, inner, alive):
-        self.inner, self.alive = inner, alive
-        alive["saved"] += 1
-
-    def __del__(self):
-        self.alive["saved"] -= 1
+    def backward(self, dy, kept):
+        self.seen.append(("backward", self.alive))
+        return super().backward(dy, kept.saved)
 
 
 def seen_by(schedule, **options):
@@ -98,12 +100,15 @@ def test_recompute_is_a_schedule_with_an_r_before_each_backward():
     assert [kind for kind, _ in mixed] == [*["forward"] * 5, "backward", "forward", "backward", "backward"]
 
 
-def durations_of(schedule, recompute):
-    """Measured durations, and what the recorder saw."""
+@pytest.mark.parametrize("recompute", [False, True])
+def test_durations_and_traces_know_recomputations(recompute):
+    """An R counts as a forward, or, where the user's schedule knows none, as a part of the backward."""
+    plain = one_f_one_b(2, 4)
+    shown = with_recompute(plain)
 
     def job(comm):
         stage = nn.Stage([nn.Linear(4, 4)], first=comm.rank)
-        x = np.ones((4, 4), np.float32)
+        x, schedule = np.ones((4, 4), np.float32), plain if recompute else shown
         with Pipeline([stage], schedule, comm, loss=nn.mean_squared_error, recompute=recompute) as pipeline:
             with tracing.recording(pipeline) as record:
                 pipeline.step(*dense.placed(schedule, comm.rank, x, x))
@@ -111,15 +116,7 @@ def durations_of(schedule, recompute):
             spent = [(action.op, seconds) for action, seconds in zip(clock.actions, clock.seconds)]
             return pipeline.durations(), spent, [span.name for span in record.spans]
 
-    return inprocess.run(2, job)
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_durations_and_traces_know_recomputations(recompute):
-    """An R counts as a forward, or, where the user's schedule knows none, as a part of the backward."""
-    plain = one_f_one_b(2, 4)
-    shown = with_recompute(plain)
-    for rank, (costs, spent, names) in enumerate(durations_of(plain if recompute else shown, recompute)):
+    for rank, (costs, spent, names) in enumerate(inprocess.run(2, job)):
         assert names == [str(action) for action in shown.orders[rank]]
         assert sorted(op for op, _ in spent) == [*"BBBBFFFFRRRR"]
         seconds = {op: sum(took for kind, took in spent if kind == op) for op in "FRB"}

@@ -1,86 +1,38 @@
 """A GPT whose sequences go through the pipeline slice by slice has the gradients of whole sequences."""
 
-import numpy as np
 import pytest
 from support import dense
+from support.dense import near
 from support.small_gpt import CUTS, MODEL, build, gradients, on_one_rank, shared_out, text
 
 from mpipipe import Mesh, Pipeline, arrays, nn
-from mpipipe.attention import Layout, Local, Ring, Sliced, slice_lengths
+from mpipipe.attention import Layout, Local, Ring, Sliced
 from mpipipe.errors import ArgumentError
 from mpipipe.job import inprocess
-from mpipipe.language.packing import PackedAttend, Packing
 from mpipipe.schedules import gpipe, one_f_one_b
 
 SEQ = MODEL["seq_len"]
 WINDOWS = (4, None, 4, 7, None)
 
 
-def near(found, expected, what=""):
-    """Gradients are sums of some hundred numbers: what slices change is their order."""
-    size = max(1e-3, float(np.abs(expected).max()))
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12 * size, err_msg=str(what))
-
-
-def compare(comm, cuts, slices, lengths=None, microbatches=2, windows=None, **options):
-    """Gradients and loss of all these schedules on parts of the ranks are those of whole sequences on one rank."""
-    sizes = {} if windows is None else dict(windows=windows)
-    expected, loss = on_one_rank(microbatches, rows=3, **sizes, **options)
-    lengths = lengths or slice_lengths(SEQ, slices)
-    for number, (name, ranks, chunks), group in shared_out(comm, cuts):
-        schedule = dense.build(name, ranks, chunks, microbatches, slices)
-        how = dict(rows=3, recompute=number % 2 == 1, slice_lengths=lengths, **sizes, **options)
-        found, found_loss = gradients(group, schedule, attend=Sliced(Local(), lengths), **how)
-        near(found_loss, loss)
-        for key, gradient in found.items():
-            near(gradient, expected[key], (name, ranks, chunks, key))
-
-
 @pytest.mark.parametrize(
-    "slices, lengths, microbatches, windows, options",
+    "lengths, microbatches, options",
     [
-        pytest.param(3, (5, 4, 3), 2, WINDOWS, dict(tied=True), marks=pytest.mark.long),
-        (2, None, 1, None, dict(positions="learned", qk_norm=True)),
-        pytest.param(8, None, 3, WINDOWS, {}, marks=pytest.mark.long),
+        pytest.param((5, 4, 3), 2, dict(windows=WINDOWS, tied=True), marks=pytest.mark.long),
+        ((7, 5), 1, dict(positions="learned", qk_norm=True)),
     ],
 )
-def test_gradients_equal_those_of_whole_sequences_for_every_generator(
-    comm, slices, lengths, microbatches, windows, options
-):
-    cuts = [cut for cut in CUTS if cut[2] < 3]  # of each generator, on 1, 2 and 4 ranks with 1 and 2 stages
-    compare(comm, cuts, slices, lengths, microbatches, windows, **options)
-
-
-def test_packed_documents_evaluation_and_replicas(comm):
-    """Two documents in each row; replicas have a part of the rows each."""
-    tokens, targets = text(4)
-    segments = np.arange(SEQ)[None, :] >= np.array([[3], [5], [8], [11]])
-    expected = {}
-    for slices in (1, 4):
-        lengths = slice_lengths(SEQ, slices, width=16)
-
-        def part(mesh, slices=slices, lengths=lengths):
-            packing = Packing(2)
-            schedule = dense.build("one_f_one_b", mesh.pipe.size, 1, 2, slices)
-            attend = PackedAttend(Sliced(Local(), lengths) if slices > 1 else Local(), packing)
-            stages = build(schedule, mesh.pipe.rank, attend=attend)
-            rows = slice(4 // mesh.data.size * mesh.data.rank, 4 // mesh.data.size * (mesh.data.rank + 1))
-            packing.begin(segments[rows].astype(np.int64))
-            options = dict(loss=nn.softmax_cross_entropy, replicas=mesh.replicas, input_grads=False)
-            with Pipeline(
-                stages, schedule, mesh.pipe, slice_lengths=lengths if slices > 1 else None, **options
-            ) as pipe:
-                loss = pipe.step(*dense.placed(schedule, mesh.pipe.rank, tokens[rows], targets[rows])).loss
-                value = pipe.evaluate(*dense.placed(schedule, mesh.pipe.rank, tokens[rows], targets[rows]))
-            return {"loss": loss, "value": value} | {
-                key: s.gradients[key].copy() for s in stages for key in s.gradients
-            }
-
-        with Mesh(comm, pipe=1 if comm.size == 1 else 2) as mesh:
-            found = part(mesh)
-        expected = expected or found
-        for key, values in found.items():
-            near(values, expected[key], key)
+def test_gradients_equal_those_of_whole_sequences_for_every_generator(comm, lengths, microbatches, options):
+    """Of each generator, on 1, 2 and 4 ranks with 1 and 2 stages."""
+    expected, expected_loss = on_one_rank(microbatches, rows=3, **options)
+    cuts = [cut for cut in CUTS if cut[2] < 3]
+    for number, (name, ranks, chunks), group in shared_out(comm, cuts):
+        schedule = dense.build(name, ranks, chunks, microbatches, len(lengths))
+        how = dict(rows=3, recompute=number % 2 == 1, slice_lengths=lengths, **options)
+        found, loss = gradients(group, schedule, attend=Sliced(Local(), lengths), **how)
+        near(loss, expected_loss)
+        for key, gradient in found.items():
+            near(gradient, expected[key], (name, ranks, chunks, key))
 
 
 @pytest.mark.mpi(min_size=2)
@@ -114,8 +66,8 @@ def test_slices_on_the_device(gpu, comm):
         near(gradient, expected[key], key)
     outputs = []
     for plan, attend, device, cut in (
-        (gpipe(comm.size, 2), Local(), "cpu", None),
-        (schedule, Sliced(Local(), lengths), "cuda", lengths),
+        (gpipe(comm.size, 2), None, "cpu", None),
+        (schedule, how["attend"], "cuda", lengths),
     ):
         stages = build(plan, comm.rank, attend=attend, device=device, **sizes)
         with Pipeline(stages, plan, comm, slice_lengths=cut) as pipeline:

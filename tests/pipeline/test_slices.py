@@ -1,5 +1,6 @@
 """Slices of sequences as units of a schedule: results are those of whole sequences, by micro-batch, for any cut."""
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -9,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import dense
+from support.dense import near
+from support.late_messages import late_messages
 from support.random_schedules import runnable_schedules
 
 from mpipipe import Pipeline, nn
@@ -19,6 +22,7 @@ from mpipipe.job import inprocess
 from mpipipe.schedules import before_backwards, by_name, gpipe, simulate
 
 WIDTH, POSITIONS, ROWS = 3, 11, 5
+ALONE = nn.Position()
 
 
 def in_place(schedule, slices):
@@ -45,17 +49,17 @@ class Running(dense.Halves):
         self.gradients, self.before, self.after = self.inner.gradients, {}, {}
         self.seen = []
 
-    def forward(self, x, position):
+    def forward(self, x, position=ALONE):
         microbatch, number = divmod(position.microbatch, self.count)
         self.seen.append((microbatch, number, position.keeps))
-        assert x.flags.c_contiguous and not x.flags.writeable
+        assert self.count == 1 or (x.flags.c_contiguous and not x.flags.writeable)
         sums = np.cumsum(x, 1) + (self.before[microbatch, number] if number else 0.0)
         self.before[microbatch, number + 1] = sums[:, -1:]
         y, saved = self.inner.forward(sums)
         return y, (saved, position.microbatch)
 
     def backward_input(self, dy, saved):
-        assert dy.flags.c_contiguous
+        assert self.count == 1 or dy.flags.c_contiguous
         saved, unit = saved
         microbatch, number = divmod(unit, self.count)
         dsums, pending = self.inner.backward_input(dy, saved)
@@ -76,21 +80,9 @@ def data(rows=ROWS, positions=POSITIONS, seed=0):
 
 def whole(stages, x, target):
     """(loss, gradients, input gradient, output) of the whole batch in whole sequences."""
-    layers, kept = [Running(number, 1) for number in range(stages)], []
-    for layer in layers:
-        x = np.ascontiguousarray(x)
-        x.flags.writeable = False
-        x, saved = layer.forward(x, nn.Position())
-        kept.append(saved)
-    loss, dy = dense.mean_squared(x, target)
-    for layer, saved in zip(layers[::-1], kept[::-1]):
-        dy = np.ascontiguousarray(layer.backward(dy, saved))
-    return loss, [layer.gradients.flat for layer in layers], dy, x
-
-
-def near(found, expected):
-    """Rounding of sums of a hundred numbers of size 1, over a few stages."""
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12 * max(1.0, float(np.abs(expected).max())))
+    layers = [Running(number, 1) for number in range(stages)]
+    loss, dx, output = dense.through(layers, x, lambda y: dense.mean_squared(y, target))
+    return loss, [layer.gradients.flat for layer in layers], dx, output
 
 
 def squared(output, target):
@@ -104,15 +96,15 @@ def weighted(output, target):
     return *dense.mean_squared(output, target), target.size
 
 
-def run(schedule, body, loss=squared, replicas=False, **options):
-    """Call `body(pipeline, inputs, targets)` on each rank, with the batch where it is wanted."""
+def run(schedule, body, loss=squared, ranks=None, **options):
+    """Call `body(pipeline, inputs, targets)` on each rank, with its part of the batch; `ranks`: how they are run."""
 
     def job(comm):
         stages = [Running(number, schedule.slices) for number in schedule.stages_of(comm.rank)]
         with Pipeline(stages, schedule, comm, loss=loss, **options) as pipeline:
             return body(pipeline, *dense.placed(schedule, comm.rank, *data()))
 
-    return inprocess.run(schedule.ranks, job)
+    return inprocess.run(schedule.ranks, job, **(ranks or {}))
 
 
 @pytest.mark.parametrize("loss", [squared, weighted])
@@ -220,15 +212,16 @@ def test_recomputation_halves_and_accumulation():
     run(in_place(before_backwards(gpipe(2, 2)), 3), again)
 
     def halves(pipeline, x, target):
-        y = pipeline.forward_train(x)
-        if y is not None:
-            near(y, output)
-            y = squared(y, target)[1]
-        grads = pipeline.backward(y)
-        for stage in pipeline.stages:
-            near(stage.gradients.flat, gradients[stage.number])
-        if grads:
-            near(np.concatenate(grads), dx)
+        for count in (1, 2):
+            y = pipeline.forward_train(x)
+            if y is not None:
+                near(y, output)
+                y = squared(y, target)[1]
+            grads = pipeline.backward(y, accumulate=count > 1)
+            for stage in pipeline.stages:
+                near(stage.gradients.flat, count * gradients[stage.number])
+            if grads:
+                near(np.concatenate(grads), dx)
 
     run(schedule, halves)
 
@@ -345,19 +338,33 @@ def test_ranks_with_other_lengths_are_refused():
     inprocess.run(2, job)
 
 
-@settings(max_examples=25)
-@given(schedule=st.integers(2, 4).flatmap(runnable_schedules))
-def test_any_legal_order_gives_the_gradients_and_the_simulated_peak(schedule):
+@settings(max_examples=50)
+@given(
+    schedule=st.integers(1, 4).flatmap(runnable_schedules),
+    synchronous=st.booleans(),
+    late=st.sampled_from([0.0, 0.9]),
+    tag_ub=st.sampled_from([31, 32767]),
+    seed=st.integers(0, 99),
+)
+def test_any_legal_order_gives_the_gradients_and_the_simulated_peak(schedule, synchronous, late, tag_ub, seed):
+    """Also of whole sequences, and whenever messages come."""
     inputs, targets = data()
     expected, gradients, dx, _ = whole(schedule.stages, inputs, targets)
+    runs = Counter(
+        (action.stage, action.microbatch) for order in schedule.orders for action in order if action.op in "FR"
+    )
 
     def body(pipeline, *mine):
         result = pipeline.step(*mine)
         near(result.loss, expected)
         for stage in pipeline.stages:
             near(stage.gradients.flat, gradients[stage.number])
+            seen = Counter((stage.number, m * schedule.slices + n) for m, n, _ in stage.seen)
+            assert seen == {place: count for place, count in runs.items() if place[0] == stage.number}
         if mine[0] is not None:
             near(np.concatenate(result.input_grads), dx)
         return pipeline.peak_activations
 
-    assert run(schedule, body) == simulate(schedule).peak_activations
+    with late_messages(seed, late):
+        found = run(schedule, body, ranks=dict(synchronous=synchronous, tag_ub=tag_ub))
+    assert found == simulate(schedule).peak_activations

@@ -12,7 +12,6 @@ from mpipipe.language.models import GPT
 
 SIZES = dict(vocab=40, dim=48, layers=1, heads=4, kv_heads=2, hidden=64, seq_len=32, tied=True)
 GPT2 = dict(SIZES, kv_heads=4, norm="layer", positions="learned", feed_forward="gelu", feed_forward_bias=True)
-LONGER = [(GPT2, "float32"), (SIZES, "float64"), (GPT2, "float64"), (SIZES, "bfloat16"), (GPT2, "bfloat16")]
 STEPS = 20
 
 
@@ -28,29 +27,25 @@ def trained(alone, layers, dtype, text):
     return {name: array.tobytes() for name, array in stage.parameters.items()}
 
 
-def for_all_threads(monkeypatch, train):
-    """Compare what `train` returns with 1, 2, 3 and 4 threads."""
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [(SIZES, "float32"), *(pytest.param(GPT2, kind, marks=pytest.mark.long) for kind in ("float64", "bfloat16"))],
+)
+def test_a_gpt(alone, monkeypatch, sizes, dtype):
+    """With 1, 2, 3 and 4 threads."""
+    text, calls = np.random.default_rng(0).integers(0, 40, (2, 4, sizes["seq_len"])), []
+    model = GPT(**sizes, dropout=0.1)
     set_sizes(monkeypatch, SMALL)
-    calls = []
     run = processor._Pool.run
     monkeypatch.setattr(processor._Pool, "run", lambda *args: (calls.append(args), run(*args))[1])
     new_pool(monkeypatch, 1)
-    expected = train()
+    expected = trained(alone, model.build(Local(causal=True)), dtype, text)
     assert not calls
     for threads in (2, 3, 4):
         pool = new_pool(monkeypatch, threads)
-        assert train() == expected
+        assert trained(alone, model.build(Local(causal=True)), dtype, text) == expected
         assert len(calls) > 100 and len(pool.wakes) == threads - 1
         calls.clear()
-
-
-@pytest.mark.parametrize(
-    ("sizes", "dtype"), [(SIZES, "float32"), *(pytest.param(*case, marks=pytest.mark.long) for case in LONGER)]
-)
-def test_a_gpt(alone, monkeypatch, sizes, dtype):
-    text = np.random.default_rng(0).integers(0, 40, (2, 4, sizes["seq_len"]))
-    model = GPT(**sizes, dropout=0.1)
-    for_all_threads(monkeypatch, lambda: trained(alone, model.build(Local(causal=True)), dtype, text))
 
 
 def test_slices_that_share_keys_add_in_their_order(monkeypatch):

@@ -6,13 +6,13 @@ from support import dense
 
 from mpipipe import Branches, Pipeline, nn
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules import gpipe, one_f_one_b, with_skips, zero_bubble_h1
+from mpipipe.schedules import gpipe, one_f_one_b, zero_bubble_h1
 
 DIM, ROWS = 6, 4
 
 
 def placed(comm, inputs, targets):
-    return inputs if comm.rank == 0 else None, targets if comm.rank == comm.size - 1 else None
+    return dense.placed(gpipe(comm.size, 1), comm.rank, inputs, targets)
 
 
 class Derived(nn.Linear):
@@ -65,88 +65,41 @@ def test_gradients_of_parameters_have_the_bits_that_they_have_beside_those_of_th
 
 
 @pytest.mark.parametrize("name", ["linear", "convolution", "patches"])
-def test_the_first_product_and_what_is_below_it_are_left_out(comm, monkeypatch, name):
+def test_the_first_product_and_what_is_below_it_are_left_out(monkeypatch, name):
     make, shape = LAYERS[name]
-    stage = nn.Stage(make(), "float64")
-    products, moves = [], []
-    backward, move = stage.kernels.linear_backward_input, nn.Patches._move
-    monkeypatch.setattr(stage.kernels, "linear_backward_input", lambda *a: products.append(a) or backward(*a))
-    monkeypatch.setattr(nn.Patches, "_move", lambda *a: moves.append(a) or move(*a))
-    counts = []
+    stage, calls = nn.Stage(make(), "float64"), []
+    for owner, method in ((stage.kernels, "linear_backward_input"), (nn.Patches, "_move")):
+        whole = getattr(owner, method)
+        monkeypatch.setattr(owner, method, lambda *a, whole=whole, method=method: calls.append(method) or whole(*a))
     for ends in (False, True, False):
         stage.end_backward(ends)
         y, saved = stage.forward(np.ones(shape))
-        products.clear(), moves.clear()
+        calls.clear()
         dx = stage.backward(np.ones_like(y), saved)
-        assert (dx is None) == ends
-        counts.append((len(products) > 0, len(moves)))
-    moved = int(name == "patches")
-    assert counts == [(True, moved), (False, 0), (True, moved)]
+        assert (dx is None) == ends == ("linear_backward_input" not in calls)
+        assert calls.count("_move") == (name == "patches" and not ends)
 
 
 def test_pipelines_that_share_a_stage_do_not_disturb_each_other(comm):
-    stage = nn.Stage([nn.Linear(DIM, DIM)], "float64")
-    x = np.ones((ROWS, DIM))
-    given = placed(comm, x, 0 * x)
+    """Neither in a step nor with gradients from outside."""
+    schedule, stage, x = gpipe(comm.size, 2), nn.Stage([nn.Linear(DIM, DIM)], "float64"), np.ones((ROWS, DIM))
+    given, gradients, of_inputs = placed(comm, x, 0 * x), [], []
     with (
-        Pipeline([stage], one_f_one_b(comm.size, 2), comm, nn.mean_squared_error) as asks,
-        Pipeline([stage], one_f_one_b(comm.size, 2), comm, nn.mean_squared_error, input_grads=False) as other,
+        Pipeline([stage], schedule, comm, nn.mean_squared_error) as asks,
+        Pipeline([stage], schedule, comm, nn.mean_squared_error, input_grads=False) as other,
     ):
-        before = asks.step(*given)
-        other.step(*given)
-        after = asks.step(*given)
-    if comm.rank == 0:
-        np.testing.assert_array_equal(before.input_grads, after.input_grads)
-        assert all(part.any() for part in after.input_grads)
-
-
-def test_a_step_and_outside_gradients(comm):
-    x = np.ones((ROWS, DIM))
-    for asked in (True, False):
-        stage = nn.Stage([nn.Linear(DIM, DIM)], "float64")
-        with Pipeline([stage], gpipe(comm.size, 2), comm, nn.mean_squared_error, input_grads=asked) as pipeline:
-            result = pipeline.step(*placed(comm, x, 0 * x))
-            y = pipeline.forward_train(x if comm.rank == 0 else None)
+        for pipeline in (asks, other, asks):
+            result, y = pipeline.step(*given), pipeline.forward_train(given[0])
             found = pipeline.backward(None if y is None else y / y.size)
-        assert (found is not None) == (asked and comm.rank == 0)
-        if asked:
-            assert (result.input_grads is not None) == (comm.rank == 0)
-            expected = stage.gradients.flat.copy()
-        else:
+            assert (found is not None) == (pipeline is asks and comm.rank == 0)
+            gradients.append(stage.gradients.flat.copy())
+            if pipeline is asks:
+                of_inputs.append(result.input_grads)
+                continue
             with pytest.raises(ArgumentError, match="not computed"):
                 _ = result.input_grads
-            np.testing.assert_array_equal(stage.gradients.flat, expected)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_skip_that_leads_from_the_input_trains_what_it_did(comm):
-    class First:
-        """Gives its input over a skip; may leave out its gradient."""
-
-        ends = False
-
-        def forward(self, x):
-            return Branches(2 * x, far=x), None
-
-        def backward(self, dy, saved):
-            asked.append((self.ends, dy.skips["far"].any()))
-            return None if self.ends else 2 * dy.main + dy.skips["far"]
-
-    class Last(dense.Identity):
-        def forward(self, x):
-            return x.main + x.skips["far"], None
-
-        def backward(self, dy, saved):
-            return Branches(dy, far=dy)
-
-    x, last, asked = np.ones((ROWS, DIM)), comm.size - 1, []
-    schedule = with_skips(one_f_one_b(comm.size, 2), {"far": (0, last)})
-    stage = First() if comm.rank == 0 else Last() if comm.rank == last else dense.Identity()
-    for ask in (True, False):
-        with Pipeline([stage], schedule, comm, nn.mean_squared_error, input_grads=ask) as pipeline:
-            result = pipeline.step(*placed(comm, x, 0 * x))
-        if ask and comm.rank == 0:
-            np.testing.assert_allclose(np.concatenate(result.input_grads), 18 * x / x.size)
+    np.testing.assert_array_equal(gradients, [gradients[0]] * 3)
+    assert (of_inputs[0] is not None) == (comm.rank == 0)
     if comm.rank == 0:
-        assert asked == [(False, True)] * 2 + [(True, True)] * 2
-        assert not stage.ends, "the pipeline is closed"
+        np.testing.assert_array_equal(*of_inputs)
+        assert all(part.any() for part in of_inputs[0])

@@ -1,11 +1,11 @@
 """Stages of the user's own: what the pipeline gives them, and what it asks of them."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from support import dense
-from support.tolerance import within
 
 from mpipipe import Branches, Mesh, Pipeline, nn, schedules, tracing
 from mpipipe.errors import ArgumentError, MismatchError, PeerError, StageError
@@ -16,10 +16,9 @@ from mpipipe.stages import as_stages
 class Wrapped:
     """An nn.Stage behind functions of the user's own."""
 
-    def __init__(self, *layers, dtype="float32", known=True):
+    def __init__(self, *layers, dtype="float32"):
         self.inner = nn.Stage(layers, dtype=dtype)
-        if known:
-            self.inner_stages = [self.inner]
+        self.inner_stages = [self.inner]
 
     def forward(self, x):
         return self.inner.forward(x)
@@ -28,39 +27,35 @@ class Wrapped:
         return self.inner.backward(dy, saved)
 
 
-def alone(job, *arguments):
-    return inprocess.run(1, job, *arguments)[0]
-
-
-def trained(stage, model, steps=4):
-    """The losses of a linear model in half precision, whose optimizer changes the float32 parameters."""
-
-    def job(comm):
-        x = np.ones((8, 4), model.dtype)
-        with Pipeline([stage], schedules.gpipe(1, 2), comm, loss=nn.mean_squared_error) as pipeline:
-            losses = []
-            for _ in range(steps):
-                losses.append(pipeline.step(x, np.zeros((8, 4), model.dtype)).loss)
-                model.parameters.flat -= 0.5 * model.gradients.flat
-        return losses
-
-    return alone(job)
+def alone(job):
+    return inprocess.run(1, job)[0]
 
 
 def test_an_inner_stage_trains_as_the_stage_itself():
+    """A linear model in half precision, whose optimizer changes the float32 parameters."""
     plain, wrapped = nn.Stage([nn.Linear(4, 4)], dtype="bfloat16"), Wrapped(nn.Linear(4, 4), dtype="bfloat16")
-    losses = trained(plain, plain)
+
+    def trained(comm, stage, model):
+        x = np.ones((8, 4), model.dtype)
+        losses = []
+        with Pipeline([stage], schedules.gpipe(1, 2), comm, loss=nn.mean_squared_error) as pipeline:
+            for _ in range(4):
+                losses.append(pipeline.step(x, 0 * x).loss)
+                model.parameters.flat -= 0.5 * model.gradients.flat
+        return losses
+
+    losses = alone(lambda comm: trained(comm, plain, plain))
     assert losses[-1] < losses[0] / 2
-    assert trained(wrapped, wrapped.inner) == losses
+    assert alone(lambda comm: trained(comm, wrapped, wrapped.inner)) == losses
     np.testing.assert_array_equal(wrapped.inner.parameters.flat, plain.parameters.flat)
 
 
 def test_an_inner_stage_knows_its_position():
     """Dropout draws another mask for each micro-batch while training, and none otherwise."""
-    wrapped = Wrapped(nn.Dropout(0.5))
     x = np.ones((4, 64), np.float32)
 
     def job(comm):
+        wrapped = Wrapped(nn.Dropout(0.5))
         with Pipeline([wrapped], schedules.gpipe(1, 2), comm, loss=nn.mean_squared_error) as pipeline:
             first, second = pipeline.step(x, np.zeros_like(x)).input_grads
             assert first.any() and not np.array_equal(first, second)
@@ -74,23 +69,6 @@ def test_inner_stages_are_nn_stages():
     stage.inner_stages = [nn.Linear(4, 4)]
     with pytest.raises(ArgumentError, match=r"inner_stages of a stage\n.*Linear"):
         as_stages([stage])
-
-
-def test_the_gradients_of_inner_stages_are_summed_over_replicas(pair):
-    """Two replicas, each a pipeline of one rank, with other data each."""
-    own = pair.Split(pair.rank, 0)
-    wrapped, whole = Wrapped(nn.Linear(4, 4), dtype="float64"), nn.Stage([nn.Linear(4, 4)], dtype="float64")
-    x = np.random.default_rng(0).normal(size=(8, 4))
-    with Pipeline([wrapped], schedules.gpipe(1, 2), own, loss=nn.mean_squared_error, replicas=pair) as pipeline:
-        mine = x[4 * pair.rank : 4 * pair.rank + 4]
-        loss = pipeline.step(mine, np.zeros_like(mine)).loss
-    y, saved = whole.forward(x)
-    value, dy = nn.mean_squared_error(y, np.zeros_like(y))
-    whole.backward(dy, saved)
-    allowed = 64 * np.finfo(float).eps * np.abs(whole.gradients.flat).max()
-    within(wrapped.inner.gradients.flat, whole.gradients.flat, allowed, "gradients")
-    within(loss, value, 64 * np.finfo(float).eps * value, "loss")
-    own.Free()
 
 
 def test_a_stage_needs_the_methods_of_its_actions_alone():
@@ -201,9 +179,8 @@ def test_gradients_that_were_replaced_are_an_error_on_all_ranks(pair, change):
         before = pipeline.step(*own).loss
         if pair.rank == 1:
             change(stage)
-        with pytest.raises(ArgumentError, match="have been replaced") as caught:
+        with pytest.raises(ArgumentError, match=r"rank 1, stage 1(.|\n)*have been replaced"):
             pipeline.step(*own)
-        assert "rank 1, stage 1" in str(caught.value)
         stage.gradients = kept
         assert pipeline.step(*own).loss == before  # all ranks raised together, so all go on
 
@@ -218,32 +195,29 @@ def in_refresh(stage):
 
 
 @pytest.mark.parametrize(
-    "change, match, where",
+    "change, match",
     [
-        (in_backward, "have been replaced", "rank 0, stage 0, micro-batch 1"),
-        (in_refresh, "the start of step raised ZeroDivisionError: division by zero", "rank 0"),
+        (in_backward, "rank 0, stage 0, micro-batch 1(.|\n)*have been replaced"),
+        (in_refresh, "rank 0(.|\n)*the start of step raised ZeroDivisionError: division by zero"),
     ],
 )
-def test_a_failure_of_a_users_stage_names_its_place(pair, change, match, where):
+def test_a_failure_of_a_users_stage_names_its_place(pair, change, match):
     schedule = schedules.one_f_one_b(2, 2)
     (stage,), (x, t) = stages_of(schedule, pair.rank), dense.batch(4, 2)
     if pair.rank == 0:
         change(stage)
-    with (
-        pytest.raises((ArgumentError, StageError, PeerError), match=match) as caught,
-        Pipeline([stage], schedule, pair, loss=dense.mean_squared) as pipeline,
-    ):
-        pipeline.step(*dense.placed(schedule, pair.rank, x, t))
-    assert where in str(caught.value)
+    with pytest.raises((ArgumentError, StageError, PeerError), match=match):
+        with Pipeline([stage], schedule, pair, loss=dense.mean_squared) as pipeline:
+            pipeline.step(*dense.placed(schedule, pair.rank, x, t))
 
 
 class Half(Flat):
     """Buffers in bfloat16, beside what is frozen and known to `state_dict` alone."""
 
-    def __init__(self, number, frozen):
-        super().__init__(number, 3, 3)
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
         self.parameters, self.gradients = (nn.FlatBuffer({"weight": (3, 3)}, "bfloat16") for _ in range(2))
-        self.frozen = np.full((2, 2), frozen)
+        self.frozen = np.zeros((2, 2))
 
     def state_dict(self):
         return {**self.parameters, "frozen": self.frozen}
@@ -251,6 +225,10 @@ class Half(Flat):
 
 def unlike(stage, rank):
     stage.parameters.flat[0] = rank
+
+
+def unlike_between(stage, rank):
+    stage.parameters.flat[-1] = rank  # behind the named ones
 
 
 def unlike_frozen(stage, rank):
@@ -263,22 +241,22 @@ def unreadable(stage, rank):
 
 
 @pytest.mark.parametrize(
-    "change, kind, match",
+    "make, change, kind, match",
     [
-        (unlike, MismatchError, "parameters' values"),
-        (unlike_frozen, MismatchError, "parameters' values"),
-        (unreadable, ArgumentError, r"rank 1.*frozen"),
+        (Half, unlike, MismatchError, "parameters' values"),
+        (Flat, unlike_between, MismatchError, "parameters' values"),
+        (Half, unlike_frozen, MismatchError, "parameters' values"),
+        (Half, unreadable, ArgumentError, r"rank 1.*frozen"),
     ],
 )
-def test_replicas_of_a_users_stage_start_from_the_same_state(pair, change, kind, match):
-    loss, schedule = dense.mean_squared, schedules.gpipe(1, 1)
+def test_replicas_of_a_users_stage_start_from_the_same_state(pair, make, change, kind, match):
     with Mesh(pair, pipe=1) as mesh:
-        with Pipeline([Half(0, 0.0)], schedule, mesh.pipe, loss=loss, replicas=mesh.replicas):
-            pass
-        stage = Half(0, 0.0)
+        build = partial(Pipeline, schedule=schedules.gpipe(1, 1), comm=mesh.pipe, replicas=mesh.replicas)
+        build([make(0, 3, 3)], loss=dense.mean_squared).close()
+        stage = make(0, 3, 3)
         change(stage, mesh.rank)
         with pytest.raises(kind, match=match):
-            Pipeline([stage], schedule, mesh.pipe, loss=loss, replicas=mesh.replicas)
+            build([stage], loss=dense.mean_squared)
 
 
 # -- the short way of an action is taken by stages of the user's own, too ----------------------------------------------
@@ -302,12 +280,9 @@ class Cut:
         return dx
 
 
-def mean_of_squares(y, target):
-    return float((y**2).mean()), 2 * y / y.size
-
-
 def cut_pipeline(comm, last):
-    return Pipeline([Cut() if comm.rank == 0 else last], schedules.gpipe(2, 2), comm, loss=mean_of_squares)
+    loss = lambda y, target: nn.mean_squared_error(y, 0 * y)  # noqa: E731
+    return Pipeline([Cut() if comm.rank == 0 else last], schedules.gpipe(2, 2), comm, loss=loss)
 
 
 def test_a_width_that_depends_on_more_than_shapes_is_refused_also_after_shapes_were_forgotten():
@@ -321,12 +296,9 @@ def test_a_width_that_depends_on_more_than_shapes_is_refused_also_after_shapes_w
             x = np.ones((rows, 3))
             pipeline.step(x if comm.rank == 0 else None, x if comm.rank == 1 else None)
 
-        step(4, 2)
-        step(4, 2)
-        for more in range(32):  # the shapes of the first batch are forgotten with the last of these
-            step(6 + 2 * more, 3)
-        step(4, 3)
-        step(4, 3)
+        # the shapes of the first batch are forgotten with the last of 32 others
+        for rows, width in [(4, 2), (4, 2), *((6 + 2 * more, 3) for more in range(32)), (4, 3), (4, 3)]:
+            step(rows, width)
         with pytest.raises((ArgumentError, PeerError), match="depends on more than the shapes"):
             step(4, 2)
 
@@ -347,38 +319,13 @@ def test_an_empty_list_of_hooks_is_the_users_own_between_the_halves_of_a_step():
 
 
 def test_branches_without_skips_are_the_main_tree_in_every_step():
-    class Forked(Cut):
-        def forward(self, x):
-            y, shape = super().forward(x)
-            return Branches(y), shape
-
-        def backward(self, dy, shape):
-            return Branches(super().backward(dy, shape))
-
     def job(comm):
-        x = np.ones((4, 3))
-        with Pipeline([Forked()], schedules.gpipe(2, 2), comm, loss=mean_of_squares) as pipeline:
+        stage, x = SimpleNamespace(), np.ones((4, 3))
+        stage.forward = lambda x: (Branches(1.0 * x), None)
+        stage.backward = lambda dy, saved: Branches(1.0 * dy)
+        with Pipeline([stage], schedules.gpipe(2, 2), comm, loss=dense.mean_squared) as pipeline:
             for _ in range(3):
-                assert pipeline.step(x if comm.rank == 0 else None, x if comm.rank == 1 else None).loss == 1.0
-
-    inprocess.run(2, job)
-
-
-def test_what_lies_between_named_parameters_is_compared_over_replicas():
-    def job(comm):
-        stage = Cut()
-        flat = np.zeros(3)
-        flat[2] = comm.rank
-        stage.parameters = Parameters(flat)
-        stage.gradients = SimpleNamespace(flat=np.zeros(3))
-        alone = comm.Split(comm.rank, 0)
-        with pytest.raises(MismatchError, match="parameters' values"):
-            Pipeline([stage], schedules.gpipe(1, 2), alone, loss=mean_of_squares, replicas=comm)
-
-    class Parameters(dict):
-        def __init__(self, flat):
-            super().__init__(a=flat[:2])
-            self.flat = flat
+                assert pipeline.step(*dense.placed(pipeline.schedule, comm.rank, x, 0 * x)).loss == 1.0
 
     inprocess.run(2, job)
 

@@ -1,13 +1,16 @@
 """Weights that a loss returns: the mean over what counts, over all micro-batches of all replicas, as on one process."""
 
-from types import SimpleNamespace
+import itertools
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import dense
+from support.dense import near
 from support.random_schedules import runnable_schedules
+from support.rings import refused
 from support.small_gpt import MODEL, build, parts_of, text
 
 from mpipipe import Mesh, Pipeline, nn, optim
@@ -19,12 +22,8 @@ from mpipipe.schedules import gpipe, interleaved_1f1b, one_f_one_b
 WIDTH = 3
 
 
-class Tanh(dense.TanhStage):
-    """y = tanh(x W), in float64, which shows its gradients."""
-
-    def __init__(self, number):
-        super().__init__(number, WIDTH, WIDTH)
-        self.gradients = SimpleNamespace(flat=self.gradient.reshape(-1))
+def tanh(number):
+    return dense.ShownStage(number, WIDTH, WIDTH)
 
 
 def masked(unit=1.0):
@@ -41,10 +40,8 @@ def masked(unit=1.0):
 
 
 def masked_with_factor(unit=1.0):
-    plain = masked(unit)
-
     def loss(output, target, factor):
-        value, gradient, weight = plain(output, target)
+        value, gradient, weight = masked(unit)(output, target)
         return value, gradient * factor, weight
 
     return loss
@@ -52,18 +49,17 @@ def masked_with_factor(unit=1.0):
 
 def dense_step(stages, batches):
     """(loss, gradients by stage, input gradients by batch) of all batches on one process."""
-    model, slopes, loss = [Tanh(number) for number in range(stages)], [], 0.0
+    model, slopes, loss = [tanh(number) for number in range(stages)], [], 0.0
     total = sum(mask.sum() for _, (_, mask) in batches)
     for x, (goal, mask) in batches:
-        kept = []
-        for stage in model:
-            x, saved = stage.forward(x)
-            kept.append(saved)
-        difference = (x - goal) * mask
-        loss, dy = loss + (difference**2).sum() / total, 2 * difference / total
-        for stage, saved in zip(model[::-1], kept[::-1]):
-            dy = stage.backward(dy, saved)
-        slopes.append(dy)
+
+        def of_cells(output, goal=goal, mask=mask):
+            difference = (output - goal) * mask
+            return (difference**2).sum() / total, 2 * difference / total
+
+        value, slope, _ = dense.through(model, x, of_cells)
+        loss += value
+        slopes.append(slope)
     return loss, [stage.gradient for stage in model], slopes
 
 
@@ -78,24 +74,19 @@ def cells(rng, microbatches, length):
     return batches
 
 
-def near(found, expected):
-    assert np.linalg.norm(np.subtract(found, expected)) <= 1e-12 * max(np.linalg.norm(expected), 1e-3)
-
-
-def check_steps(comm, schedule, data, seed, loss, scale=1.0, recompute=False):
+def check_steps(comm, schedule, data, seed, loss, scale):
     """Some steps on `data` replicas, each with shards of a length of its own, have loss and gradients of the whole."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 5, data)
     with Mesh(comm, pipe=schedule.ranks, data=data) as mesh:
-        stages = [Tanh(number) for number in schedule.stages_of(mesh.pipe.rank)]
+        stages = [tanh(number) for number in schedule.stages_of(mesh.pipe.rank)]
         given = [cells(rng, schedule.microbatches, length) for length in lengths]
         expected = dense_step(schedule.stages, [each for batches in given for each in batches])
         mine = given[mesh.data.rank]
         feeds, goals = ([batch[part] for batch in mine] for part in (0, 1))
         batch = dense.placed(schedule, mesh.pipe.rank, feeds, goals)
         first = mesh.data.rank * schedule.microbatches
-        pipe = Pipeline(stages, schedule, mesh.pipe, loss, recompute, replicas=mesh.replicas)
-        with pipe:
+        with Pipeline(stages, schedule, mesh.pipe, loss, replicas=mesh.replicas) as pipe:
             near(pipe.evaluate(*batch), expected[0])
             bits = []
             for _ in range(3):
@@ -190,32 +181,25 @@ def test_shards_of_unequal_length_need_no_weight_with_the_losses_of_nn(comm, lay
 
 
 @pytest.mark.parametrize("made", ["one stage", "one array"])
-def test_two_places_that_add_to_one_gradient(comm, made):
-    alone = parts_of(comm, 1)
-
-    def heavier(output, target):
-        return (*dense.mean_squared(output, target), 5.0)
-
-    def slope(loss):
-        first, other = Tanh(0), Tanh(0)
+def test_two_places_that_add_to_one_gradient(alone, made):
+    slopes = []
+    x, goal = np.random.default_rng(0).normal(size=(2, 6, WIDTH))
+    for loss in (always(5.0), nn.mean_squared_error):
+        first, other = tanh(0), tanh(0)
         other.gradients = first.gradients
-        x, goal = np.random.default_rng(0).normal(size=(2, 6, WIDTH))
         stages = [first, first if made == "one stage" else other]
         with Pipeline(stages, interleaved_1f1b(1, 2, 2), alone, loss) as pipe:
             pipe.step(x, goal)
-        return first.gradients.flat
-
-    near(slope(heavier), slope(dense.mean_squared))
-    alone.Free()
+        slopes.append(first.gradients.flat)
+    near(*slopes)
 
 
 # -- Weights of losses that make no sense, and losses that do not say what they are means over: refused on all ranks ---
 
 
-def pipeline_of(mesh, loss, microbatches=2, stages=None):
-    schedule = one_f_one_b(mesh.pipe.size, microbatches)
-    stages = [Tanh(mesh.pipe.rank)] if stages is None else stages
-    return schedule, Pipeline(stages, schedule, mesh.pipe, loss, replicas=mesh.replicas)
+def pipeline_of(mesh, loss):
+    schedule = one_f_one_b(mesh.pipe.size, 2)
+    return schedule, Pipeline([tanh(mesh.pipe.rank)], schedule, mesh.pipe, loss, replicas=mesh.replicas)
 
 
 def mesh_of(comm):
@@ -242,15 +226,10 @@ def always(weight):
     return lambda output, target: (*nn.mean_squared_error(output, target), weight)
 
 
-class SomeWeights:
+def sometimes(first):
     """A loss with a weight for each second micro-batch."""
-
-    def __init__(self, first):
-        self.calls = first
-
-    def __call__(self, output, target):
-        self.calls += 1
-        return (1.0, output, 2.0) if self.calls % 2 else (1.0, output)
+    calls = itertools.count(first)
+    return lambda output, target: (1.0, output) if next(calls) % 2 else (1.0, output, 2.0)
 
 
 NO_WEIGHTS = [-0.5, np.nan, 10**400, None, np.ones(2), 1j]
@@ -259,8 +238,8 @@ NO_WEIGHTS = [-0.5, np.nan, 10**400, None, np.ones(2), 1j]
 @pytest.mark.parametrize(
     "make, match",
     [
-        *((lambda weight=weight: always(weight), "the weight of a loss") for weight in NO_WEIGHTS),
-        *((lambda first=first: SomeWeights(first), "for some micro-batches only") for first in (0, 1)),
+        *((partial(always, weight), "the weight of a loss") for weight in NO_WEIGHTS),
+        *((partial(sometimes, first), "for some micro-batches only") for first in (0, 1)),
     ],
 )
 def test_weights_that_make_no_sense_are_refused(comm, make, match):
@@ -284,9 +263,9 @@ def test_weights_on_some_replicas_only(comm, call):
     with mesh_of(comm) as mesh:
         odd = mesh.data.rank == 1
         schedule, pipeline = pipeline_of(mesh, lambda y, t: (1.0, y, 2.0) if odd else (1.0, y))
-        with pipeline, pytest.raises(MismatchError, match="on some replicas only") as caught:
-            getattr(pipeline, call)(*batch_of(mesh, schedule))
-        assert comm.allgather(caught.value.reported_elsewhere).count(False) == 1
+        batch = batch_of(mesh, schedule)
+        with pipeline:
+            refused(comm, MismatchError, "on some replicas only", lambda: getattr(pipeline, call)(*batch))
 
 
 def test_a_batch_without_anything_valid_is_refused_on_all_ranks_and_the_next_one_is_right(comm):
@@ -295,25 +274,20 @@ def test_a_batch_without_anything_valid_is_refused_on_all_ranks_and_the_next_one
         x = np.random.default_rng(mesh.data.rank).normal(size=(4, 2, WIDTH))
         nothing, all_of_it = ((x, (x + 1, np.full(x.shape, valid))) for valid in (False, True))
         with pipeline:
-            for call in ("evaluate", "step", "step"):
-                with pytest.raises(ArgumentError, match=r"add up to 0\.0") as caught:
-                    getattr(pipeline, call)(*dense.placed(schedule, mesh.pipe.rank, *nothing))
-                assert comm.allgather(caught.value.reported_elsewhere).count(False) == 1
+            for call in (pipeline.evaluate, pipeline.step, pipeline.step):
+                batch = dense.placed(schedule, mesh.pipe.rank, *nothing)
+                refused(comm, ArgumentError, r"add up to 0\.0", partial(call, *batch))
             result = pipeline.step(*dense.placed(schedule, mesh.pipe.rank, *all_of_it))
         whole = [np.random.default_rng(rank).normal(size=(4, 2, WIDTH)) for rank in range(mesh.data.size)]
         near(result.loss, dense_step(schedule.stages, [(x, (x + 1, np.ones(x.shape))) for x in whole])[0])
 
 
-def test_a_stage_that_does_not_show_its_gradients(comm):
-    hidden = Tanh(0)
-    del hidden.gradients
-    alone = comm.Split(comm.rank, 0)
-    pipeline = Pipeline([hidden], gpipe(1, 2), alone, lambda y, t: (1.0, y, 2.0))
+def test_a_stage_that_does_not_show_its_gradients(alone):
+    pipeline = Pipeline([dense.TanhStage(0, WIDTH, WIDTH)], gpipe(1, 2), alone, lambda y, t: (1.0, y, 2.0))
     batch = np.ones((4, 2, WIDTH))
     assert pipeline.evaluate(batch, batch) == 1.0
     with pytest.raises(ArgumentError, match="does not show its gradients"):
         pipeline.step(batch, batch)
-    alone.Free()
 
 
 # -- losses of two values ----------------------------------------------------------------------------------------------

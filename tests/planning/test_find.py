@@ -34,11 +34,11 @@ def measured_on(comm, architecture=GPT, pipe=None, **keys):
     return measured_ranks(config, TextTask(config, architecture, tuning=FineTuning(config.freeze)), mesh)
 
 
-def plans_on(ranks, architecture=GPT, pipe=None, **keys):
+def plans_on(ranks, architecture=GPT, pipe=None, nics=None, **keys):
     def on_each_rank(comm):
         measured = measured_on(comm, architecture, pipe, **keys)
         with measured.mesh:
-            return find_plan(measured, "cpu")
+            return find_plan(measured, "cpu", **(nics or {}))
 
     return inprocess.run(ranks, on_each_rank)
 
@@ -68,12 +68,8 @@ def test_a_plan_is_made_on_any_mesh(ranks, keys):
 def test_plans_are_ranked_by_what_they_take_where_ranks_share_network_cards(seq_len, given, order, capsys):
     """Two pipelines of two ranks, two on a node, over a slow card: sums of gradients stay on a node, or messages."""
 
-    def on_each_rank(comm):
-        measured = measured_on(comm, pipe=2, seq_len=seq_len)
-        with measured.mesh:
-            return find_plan(measured, "cpu", nics_per_node=1, nic="0,1e3,2", **given)
-
-    first, *others = inprocess.run(4, on_each_rank)
+    nics = dict(nics_per_node=1, nic="0,1e3,2", **given)
+    first, *others = plans_on(4, pipe=2, seq_len=seq_len, nics=nics)
     assert first.links.nic_ranks == 2 and {each.best.choice for each in others} == {first.plans[0].choice}
     assert order == first.plans[0].order
     seconds = [plan.seconds for plan in first.plans[:20]]

@@ -6,7 +6,7 @@ message after the other. A route between nodes goes through the NICs of both; wi
 
 import json
 import sys
-from collections import defaultdict, deque
+from collections import deque
 
 from simgrid import Actor, Engine, LinkInRoute, Mailbox, NetZone, Semaphore, this_actor
 
@@ -40,42 +40,38 @@ for a in RANKS:
         zone.add_route(hosts[a].netpoint, hosts[b].netpoint, None, None, route, False)
 zone.seal()
 
-outbox = defaultdict(deque)  # messages of a pair that wait for its sender
-waiting = defaultdict(lambda: Semaphore(0))  # how many
+outbox = {}  # (semaphore, messages) of each pair, which wait for its sender
+
+
+def sender(pair):
+    waiting, messages = outbox[pair]
+    while True:
+        waiting.acquire()
+        mailbox, size = messages.popleft()
+        Mailbox.by_name(mailbox).put("", size)
 
 
 def post(pair, mailbox, size):
     # A message travels before its receiver asks for it.
     Mailbox.by_name(mailbox).set_receiver(actors[pair[1]])
-    outbox[pair].append((mailbox, round(size)))
-    waiting[pair].release()
-
-
-def sender(pair, count):
-    for _ in range(count):
-        waiting[pair].acquire()
-        mailbox, size = outbox[pair].popleft()
-        Mailbox.by_name(mailbox).put("", size)
-
-
-def outputs(replica, rank):
-    """(stage, op, unit, rank of the receiver) of all that a rank sends to others."""
-    for stage, op, unit in TASK["orders"][rank]:
-        target = stage + 1 if op == "F" else stage - 1
-        if op in "FBI" and 0 <= target <= LAST and PLACEMENT[target] != rank:
-            yield stage, op, unit, PIPELINES[replica][PLACEMENT[target]]
+    if pair not in outbox:
+        outbox[pair] = Semaphore(0), deque()
+        Actor.create(f"sender {pair}", hosts[pair[0]], sender, pair).daemonize()
+    waiting, messages = outbox[pair]
+    messages.append((mailbox, round(size)))
+    waiting.release()
 
 
 def work(replica, rank):
     own = PIPELINES[replica][rank]
-    receivers = {sent[:3]: sent[3] for sent in outputs(replica, rank)}
     for stage, op, unit in TASK["orders"][rank]:
         source = {"F": stage - 1, "B": stage + 1, "I": stage + 1}.get(op, -1)
         if 0 <= source <= LAST and PLACEMENT[source] != rank:
             Mailbox.by_name(f"{replica} {source} {op == 'F'} {unit}").get()
         this_actor.sleep_for(TASK["times"][op])
-        if (stage, op, unit) in receivers:
-            pair = own, receivers[stage, op, unit]
+        target = stage + 1 if op == "F" else stage - 1
+        if op in "FBI" and 0 <= target <= LAST and PLACEMENT[target] != rank:
+            pair = own, PIPELINES[replica][PLACEMENT[target]]
             post(pair, f"{replica} {stage} {op == 'F'} {unit}", TASK["message"])
     ring, after = len(PIPELINES), (replica + 1) % len(PIPELINES)
     size = TASK["part"] * 8 / ring * PLACEMENT.count(rank)
@@ -86,15 +82,9 @@ def work(replica, rank):
 
 
 actors = {}
-counts = defaultdict(int)
 for replica in range(len(PIPELINES)):
     for rank in range(len(TASK["orders"])):
         own = PIPELINES[replica][rank]
         actors[own] = Actor.create(f"{replica} {rank}", hosts[own], work, replica, rank)
-        for *_, receiver in outputs(replica, rank):
-            counts[own, receiver] += 1
-        counts[own, PIPELINES[(replica + 1) % len(PIPELINES)][rank]] += 2 * (len(PIPELINES) - 1)
-for pair, count in counts.items():
-    Actor.create(f"sender {pair}", hosts[pair[0]], sender, pair, count)
 engine.run()
 print(END[0])

@@ -32,9 +32,12 @@ WRONG = [
     *((partial(by_name, name, ranks=0, microbatches=1), "ranks") for name in NAMES),
     *((partial(by_name, name, ranks=1, microbatches=0), "microbatches") for name in NAMES),
     *((partial(advise, *sizes), r"at least 1|integer") for sizes in [(0,), (2, 0), (2, 1, 0), (2, 0, 4), (2, 1, 1.5)]),
-    *((partial(by_name, name, ranks=2, chunks=3, microbatches=4), "two stages") for name in registry.TWO_STAGES),
+    *((partial(by_name, name, ranks=2, chunks=3, microbatches=4), r"two stages(.|\n)*leave chunks out")
+      for name in registry.TWO_STAGES),
     (partial(by_name, "gpipe", ranks=2, chunks=2, microbatches=4), r"one stage per rank(.|\n)*interleaved_1f1b"),
     (partial(schedules.gpipe, 3, 3, backward="random"), "random"),
+    *((partial(by_name, name, ranks=128, chunks=2, microbatches=4096),
+       r"too large(.|\n)*4,096 microbatches(.|\n)*at most 262,144 forwards") for name in ("interleaved_1f1b", "v_min")),
     *((partial(by_name, name, ranks=2, microbatches=2, slices=slices), "slices is not a count")
       for name in NAMES for slices in (0, -1, 1.5, "2", None)),
     *((partial(simulate, PLAIN, Costs(forward=cost)), "forward") for cost in COSTS),

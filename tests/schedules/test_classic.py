@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.any_schedule import NAMES, chunks_of
+from support.any_schedule import NAMES, build
 
 from mpipipe import schedules
 from mpipipe.schedules import Costs, check, simulate
@@ -80,40 +80,21 @@ def test_interleaved_runs_for_every_size_with_ideal_bubble_and_peak():
                 ], size
 
 
-@given(**sizes, forward=st.integers(1, 5), backward=st.integers(1, 9))
-def test_gpipe_and_1f1b_have_the_closed_bubble_and_peaks(ranks, microbatches, forward, backward):
-    costs = Costs(forward, backward, 0)
-    ideal = (microbatches + ranks - 1) * (forward + backward)
-    one = simulate(schedules.one_f_one_b(ranks, microbatches), costs)
-    assert one.makespan == ideal
-    assert one.peak_activations == [min(microbatches, ranks - rank) for rank in range(ranks)]
-    for direction in ("fifo", "lifo"):
-        filled = simulate(schedules.gpipe(ranks, microbatches, direction), costs)
-        assert filled.makespan == ideal
-        assert filled.peak_activations == [microbatches] * ranks
-
-
 @given(**sizes, chunks=st.integers(1, 4))
-def test_looped_bfs_has_the_interleaved_bubble_and_holds_everything(ranks, chunks, microbatches):
+def test_looped_schedules_have_the_interleaved_bubble_and_hold_everything_or_nothing(ranks, chunks, microbatches):
     timeline = simulate(schedules.looped_bfs(ranks, chunks, microbatches), Costs(3, 2, 2))
+    forwards = schedules.forward_only(ranks, chunks, microbatches)
     if microbatches >= ranks:
         assert timeline.makespan == (microbatches * chunks + ranks - 1) * 7
+        assert simulate(forwards, Costs(forward=2)).makespan == (microbatches * chunks + ranks - 1) * 2
     assert timeline.peak_activations == [microbatches * chunks] * ranks
-
-
-@given(**sizes, chunks=st.integers(1, 4))
-def test_forward_only_is_checked_ideal_and_has_no_backwards(ranks, chunks, microbatches):
-    schedule = schedules.forward_only(ranks, chunks, microbatches)
-    assert {action.op for order in schedule.orders for action in order} == {"F"}
-    timeline = simulate(schedule, Costs(forward=2))
-    if microbatches >= ranks:
-        assert timeline.makespan == (microbatches * chunks + ranks - 1) * 2
+    assert {action.op for order in forwards.orders for action in order} == {"F"}
 
 
 @given(**sizes, chunks=st.integers(1, 4))
 def test_weight_gradients_of_every_stage_come_in_ascending_order(ranks, chunks, microbatches):
     for name in {*NAMES} - {"forward_only"}:
-        schedule = schedules.by_name(name, ranks=ranks, chunks=chunks_of(name, chunks), microbatches=microbatches)
+        schedule = build(name, ranks, chunks, microbatches)
         summed = {stage: [] for stage in range(schedule.stages)}
         for order in schedule.orders:
             for stage, op, microbatch in order:

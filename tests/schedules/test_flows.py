@@ -1,11 +1,9 @@
-"""Steps of ranks that share network cards, against a fluid of all ranks and SimGrid; no ranks are started."""
+"""Steps of ranks that share network cards, against SimGrid; no ranks are started."""
 
 import itertools
 import json
-import math
 import random
 import subprocess
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -28,143 +26,33 @@ PLACES = {
 }
 
 
-def fair(users, count):
-    """The part of each flow in ports of bandwidth 1: flows through the fullest port first get equal parts of it."""
-    speeds, room, left = [math.inf] * count, dict.fromkeys(users, 1.0), {port: set(users[port]) for port in users}
-    while left:
-        fullest = min(left, key=lambda port: room[port] / len(left[port]))
-        speed = room[fullest] / len(left[fullest])
-        for flow in left.pop(fullest):
-            speeds[flow] = speed
-            for port in [port for port in left if flow in left[port]]:
-                left[port].remove(flow)
-                room[port] -= speed
-                if not left[port]:
-                    del left[port]
-    return speeds
-
-
-class Fluid:
-    """A step of all ranks of all replicas, message by message, with rings of sums in 2 (R - 1) steps."""
-
-    def __init__(self, schedule, times, message, gradients, pipelines, links):
-        self.schedule, self.times, self.message, self.links = schedule, times, message, links
-        self.part = gradients / len(pipelines)
-        self.pipelines, self.now = pipelines, 0.0
-        self.todo = {}
-        for replica, rank in itertools.product(range(len(pipelines)), range(schedule.ranks)):
-            self.todo[replica, rank] = list(schedule.orders[rank])
-        self.busy, self.there, self.parts, self.sent = {}, set(), defaultdict(int), set()
-        self.queues, self.flows = defaultdict(list), []
-
-    def begin(self, pair):
-        sender, receiver = (rank // self.links.node_size for rank in pair)
-        size, _ = self.queues[pair][0]
-        if sender == receiver:
-            self.flows.append([self.now + self.links.inside_latency, size / self.links.inside_bandwidth, None, pair])
-        else:
-            self.flows.append([self.now + self.links.latency, size / self.links.bandwidth, (sender, receiver), pair])
-
-    def send(self, pair, size, what):
-        self.queues[pair].append((size, what))
-        if len(self.queues[pair]) == 1:
-            self.begin(pair)
-
-    def pass_on(self, replica, rank):
-        """The next part of a sum goes to the next replica once the one before it is there."""
-        ring, key = len(self.pipelines), (replica, rank, self.parts[replica, rank])
-        if self.part and key[2] < 2 * (ring - 1) and (replica, rank) not in self.todo and key not in self.sent:
-            self.sent.add(key)
-            after = (replica + 1) % ring
-            self.send((self.pipelines[replica][rank], self.pipelines[after][rank]), self.part, ("sum", after, rank))
-
-    def start(self):
-        for key in [key for key in self.todo if key not in self.busy]:
-            if not self.todo[key]:
-                del self.todo[key]
-                self.pass_on(*key)
-                continue
-            stage, op, unit = self.todo[key][0]
-            need = None
-            if op == "F" and stage:
-                need = (key[0], stage - 1, "F", unit)
-            if op in "BI" and stage < self.schedule.stages - 1:
-                need = (key[0], stage + 1, "B", unit)
-            if need is None or need in self.there:
-                self.busy[key] = self.now + self.times[op]
-
-    def end(self, key):
-        stage, op, unit = self.todo[key].pop(0)
-        target = stage + 1 if op == "F" else stage - 1
-        if op in "FBI" and 0 <= target < self.schedule.stages:
-            what = (key[0], stage, "F" if op == "F" else "B", unit)
-            ranks = self.pipelines[key[0]]
-            other = self.schedule.placement[target]
-            if other == key[1]:
-                self.there.add(what)
-            else:
-                self.send((ranks[key[1]], ranks[other]), self.message, what)
-
-    def seconds(self):
-        while True:
-            self.start()
-            on_nics = [flow for flow in self.flows if flow[2] and flow[0] <= self.now]
-            users = defaultdict(set)
-            for number, (_, _, nics, _) in enumerate(on_nics):
-                users["out", nics[0]].add(number)
-                users["in", nics[1]].add(number)
-            speeds = fair(users, len(on_nics))
-            times = [*self.busy.values()]
-            times += [flow[0] if flow[2] else flow[0] + flow[1] for flow in self.flows if flow not in on_nics]
-            times += [self.now + flow[1] / speed for flow, speed in zip(on_nics, speeds)]
-            if not times:
-                return self.now
-            begun, self.now = self.now, min(times)
-            for flow, speed in zip(on_nics, speeds):
-                flow[1] -= (self.now - begun) * speed
-            for flow in [*self.flows]:
-                begins, left, nics, pair = flow
-                if begins > self.now or (left > 1e-12 if nics else begins + left > self.now + 1e-15):
-                    continue
-                self.flows.remove(flow)
-                _, what = self.queues[pair].pop(0)
-                if self.queues[pair]:
-                    self.begin(pair)
-                if what[0] == "sum":
-                    self.parts[what[1:]] += 1
-                    self.pass_on(*what[1:])
-                else:
-                    self.there.add(what)
-            for key in [key for key, time in self.busy.items() if time <= self.now + 1e-15]:
-                del self.busy[key]
-                self.end(key)
-
-
-def case(form, shape, microbatches=16):
+def case(form, shape):
     name, chunks = form
     seconds, message = SHAPES[shape]
-    schedule = schedules.by_name(name, ranks=8, chunks=chunks, microbatches=microbatches)
+    schedule = schedules.by_name(name, ranks=8, chunks=chunks, microbatches=16)
     return schedule, seconds / chunks, message
 
 
-def found(form, shape, places, microbatches=16, links=NIC):
-    schedule, seconds, message = case(form, shape, microbatches)
+def found(form, shape, places):
+    schedule, seconds, message = case(form, shape)
     costs = Costs(seconds, seconds, seconds, message_bytes=message, gradient_bytes=GRADIENTS / form[1])
-    return simulate_flows(schedule, costs, links, PLACES[places])
+    return simulate_flows(schedule, costs, NIC, PLACES[places])
 
 
-def judged(form, shape, places, microbatches=16):
-    schedule, seconds, message = case(form, shape, microbatches)
-    times = dict(F=seconds, I=seconds, W=seconds, B=2 * seconds)
-    return Fluid(schedule, times, message, GRADIENTS, PLACES[places], NIC).seconds()
+# seconds of a step by SimGrid, for each shape and its places; test_simgrid_says_the_same asks anew
+JUDGED = [
+    (2.5812, 2.3098, 0.5746, 0.4507), (3.1397, 2.3186, 0.8549, 0.4551), (2.5012, 2.0461, 0.7714, 0.4531),
+    (1.9788, 1.8454, 0.5755, 0.4232), (2.7657, 1.9687, 0.9608, 0.4391), (2.3891, 1.9633, 0.8692, 0.4364),
+    (3.1278, 1.9333, 1.2567, 0.4401), (2.6397, 1.8216, 1.1014, 0.4276), (2.9050, 1.9306, 1.1224, 0.4390),
+    (3.5270, 2.0576, 1.5121, 0.4588), (4.5838, 2.1879, 1.8483, 0.4807), (4.2756, 1.8844, 1.6508, 0.4373),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("places", PLACES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_step_is_that_of_a_fluid_of_all_ranks(shape, places):
+@pytest.mark.parametrize("form, seconds", zip(FORMS, JUDGED, strict=True))
+def test_a_step_is_that_of_simgrid(form, seconds):
     """Equal parts and max-min fairness differ where a flow cannot use its part: by 1.1 % at most here."""
-    for form in FORMS:
-        assert found(form, shape, places) == pytest.approx(judged(form, shape, places), rel=0.02), form
+    times = [found(form, shape, places) for shape, places in itertools.product(SHAPES, PLACES)]
+    assert times == pytest.approx(seconds, rel=0.02)
 
 
 def random_case(rng):
@@ -210,25 +98,6 @@ def test_what_is_not_there_takes_no_time():
     assert simulate_flows(schedules.gpipe(1, 1), Costs(), links, places) == 3  # no gradients
     forwards = schedules.by_name("forward_only", ranks=1, microbatches=2)
     assert simulate_flows(forwards, Costs(gradient_bytes=9), links, places) == 2  # and no backwards
-
-
-def plans():
-    """54 plans: schedules with micro-batches of 1, 2 and 4 rows, and both places, of a step of 64 rows."""
-    yield from itertools.product(FORMS[:3] + FORMS[4:6] + FORMS[7:11], (1, 2, 4), PLACES)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("shape", SHAPES)
-def test_of_54_plans_pairs_are_in_the_right_order_and_the_best_is_found(shape, monkeypatch):
-    whole, message = SHAPES[shape]
-    pairs = []
-    for form, rows, places in plans():
-        monkeypatch.setitem(SHAPES, shape, (whole * rows, message * rows))
-        pairs.append((found(form, shape, places, 32 // rows), judged(form, shape, places, 32 // rows)))
-    assert len(pairs) == 54
-    right = [(a - b) * (c - d) > 0 for (a, c), (b, d) in itertools.combinations(pairs, 2)]
-    assert sum(right) / len(right) >= 0.99
-    assert min(pairs)[1] == min(judge for _, judge in pairs)
 
 
 @pytest.mark.long

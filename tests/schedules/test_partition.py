@@ -6,6 +6,7 @@ from itertools import combinations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.any_schedule import NAMES, build
 
 from mpipipe import schedules
 from mpipipe.errors import ArgumentError, ScheduleError
@@ -70,21 +71,14 @@ def test_no_other_cut_is_better(costs, data):
 # -- Schedules without what frozen stages do not need: proven, no longer, and in the order that they had ---------------
 
 
-CHUNKS = {  # of each schedule; None: any number
-    "gpipe": 1, "one_f_one_b": 1, "zero_bubble_h1": 1, "zero_bubble_2p": 1, "interleaved_1f1b": None,
-    "looped_bfs": None, "interleaved_zero_bubble": None, "zero_bubble_v": 2, "dualpipe_v": 2, "v_half": 2, "v_min": 2,
-}  # fmt: skip
-
-
-def build(name, ranks, chunks, microbatches):
-    return schedules.by_name(name, ranks=ranks, chunks=CHUNKS[name] or chunks, microbatches=microbatches)
-
-
 @settings(max_examples=120, deadline=None)
 @given(
-    name=st.sampled_from([*CHUNKS]), ranks=st.integers(1, 4), chunks=st.integers(1, 3), microbatches=st.integers(1, 6),
+    name=st.sampled_from([name for name in NAMES if name != "forward_only"]),
+    ranks=st.integers(1, 4),
+    chunks=st.integers(1, 3),
+    microbatches=st.integers(1, 6),
     data=st.data(),
-)  # fmt: skip
+)
 def test_what_is_left_is_proven_and_takes_no_longer(name, ranks, chunks, microbatches, data):
     schedule = build(name, ranks, chunks, microbatches)
     frozen = data.draw(st.sets(st.integers(0, schedule.stages - 1), max_size=schedule.stages - 1))

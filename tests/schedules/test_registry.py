@@ -49,5 +49,3 @@ def test_an_unknown_name_is_refused_with_what_may_have_been_meant_or_with_all_na
 def test_one_name_of_1f1b_is_as_good_as_the_other_and_a_v_has_two_stages_on_a_rank_by_itself():
     assert by_name("1f1b", ranks=3, microbatches=4) == by_name("one_f_one_b", ranks=3, microbatches=4)
     assert by_name("v_half", ranks=3, microbatches=4) == by_name("v_half", ranks=3, chunks=2, microbatches=4)
-    with pytest.raises(ArgumentError, match="leave chunks out"):
-        by_name("v_half", ranks=3, chunks=3, microbatches=4)

@@ -39,7 +39,7 @@ def test_every_generator_runs_each_slice_once_in_the_order_of_its_sequence(name,
 @pytest.mark.parametrize("slices", SLICES)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("microbatches", [1, 2, 5])
-def test_1f1b_has_its_closed_forms(ranks, microbatches, slices):
+def test_1f1b_and_gpipe_have_their_closed_forms(ranks, microbatches, slices):
     timeline = simulate(schedules.one_f_one_b(ranks, microbatches, slices=slices), Costs(2, 1, 3))
     units = microbatches * slices
     assert timeline.makespan == (units + ranks - 1) * (2 + 4)
@@ -48,8 +48,9 @@ def test_1f1b_has_its_closed_forms(ranks, microbatches, slices):
     assert timeline.peak_sequences == [count / slices for count in held]
     if units >= slices + ranks - 1:
         close(timeline.peak_sequences[0], 1 + (ranks - 1) / slices, 2)
-    everything = simulate(schedules.gpipe(ranks, microbatches, slices=slices), Costs(2, 1, 3))
-    assert everything.makespan == timeline.makespan and everything.peak_activations == [units] * ranks
+    for backward in ("fifo", "lifo"):
+        everything = simulate(schedules.gpipe(ranks, microbatches, backward, slices=slices), Costs(2, 1, 3))
+        assert everything.makespan == timeline.makespan and everything.peak_activations == [units] * ranks
 
 
 def test_lifo_falls_as_a_whole():

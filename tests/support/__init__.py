@@ -6,5 +6,5 @@ models      dense (tanh layers, and their gradients in numpy), reference_gpt (th
             the package through a pipeline)
 attention   reference_attention (on whole matrices), rings (through a ring of ranks), device_attention (on a device)
 checks      tolerance and training_tolerance (how far rounding may move a result), gradcheck (finite differences),
-            device_pipelines (what pipelines on devices share), public_face (what docstrings must cover)
+            public_face (what docstrings must cover)
 """

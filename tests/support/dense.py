@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from mpipipe import Pipeline, schedules
+from mpipipe import Pipeline, arrays, nn, schedules
 from support.tolerance import bound, within
 
 
@@ -85,17 +85,29 @@ def whole(stages):
     return [TanhStage(number, *extents[number : number + 2]) for number in range(stages)]
 
 
-def reference(stages, inputs, targets):
-    """(loss, weight gradient of each stage, input gradient, output) of the whole batch at once."""
-    layers = whole(stages)
-    x, kept = inputs, []
+def through(layers, x, loss):
+    """(value, input gradient, output) of layers one after the other; loss(output) -> (value, gradient)."""
+    kept = []
     for layer in layers:
         x, saved = layer.forward(x)
         kept.append(saved)
-    loss, dy = mean_squared(x, targets)
+    value, dy = loss(x)
     for layer, saved in zip(layers[::-1], kept[::-1]):
         dy = layer.backward(dy, saved)
-    return loss, [layer.gradient for layer in layers], dy, x
+    return value, dy, x
+
+
+def reference(stages, inputs, targets):
+    """(loss, weight gradient of each stage, input gradient, output) of the whole batch at once."""
+    layers = whole(stages)
+    loss, dx, output = through(layers, inputs, lambda y: mean_squared(y, targets))
+    return loss, [layer.gradient for layer in layers], dx, output
+
+
+def near(found, expected, what=""):
+    """Equal but for rounding: a few hundred rounded sums of numbers of the size of the largest one."""
+    size = max(1e-3, float(np.abs(expected).max()))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12 * size, err_msg=str(what))
 
 
 def bounds(stages, inputs, targets):
@@ -172,3 +184,18 @@ CASES = [  # name, chunks
     ("looped_bfs", 2),
     ("zero_bubble_h1", 1),
 ]
+
+
+def check_weight_gradients_from_received_inputs(comm, device):
+    """Bare linear stages keep the received array itself for W, which zero_bubble_h1 puts off while more arrive."""
+    schedule, width = schedules.zero_bubble_h1(comm.size, 12), 8
+    x, target = np.random.default_rng(0).normal(size=(2, 24, width))
+    layers = [nn.Stage([nn.Linear(width, width)], "float64", seed=rank, first=rank) for rank in range(comm.size)]
+    through(layers, x, lambda y: nn.mean_squared_error(y, target))
+    stage = nn.Stage([nn.Linear(width, width)], "float64", seed=comm.rank, first=comm.rank, device=device)
+    with Pipeline([stage], schedule, comm, loss=nn.mean_squared_error) as pipeline:
+        for _ in range(3):
+            pipeline.step(*placed(schedule, comm.rank, x, target))
+            right = layers[comm.rank].gradients.flat
+            allowed = bound(np.float64, 2 * width * comm.size + len(x), np.abs(right).max())
+            within(arrays.download(stage.gradients.flat), right, allowed)

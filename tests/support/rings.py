@@ -49,6 +49,8 @@ def through_ring(comm, whole, place=lambda x: x, **options):
 
 
 def refused(comm, kind, match, build):
+    """`build()` raises `kind` with `match` on every rank, and exactly one rank is left to report it."""
     with pytest.raises(kind, match=match) as caught:
         build()
     assert comm.allgather(caught.value.reported_elsewhere).count(False) == 1
+    return str(caught.value)

@@ -1,4 +1,4 @@
-"""Stages of tanh layers with skips between them, and the same network in plain numpy on one process."""
+"""Networks of tanh layers with named values past others: the network in plain numpy on one process, and as stages."""
 
 import numpy as np
 
@@ -6,97 +6,84 @@ from mpipipe import Branches
 from support import dense
 
 
-def drawn(name, *shape):
-    return np.random.default_rng([*name.encode()]).normal(size=shape) / np.sqrt(shape[0])
+def drawn(place, name, width):
+    return np.random.default_rng([place, *name.encode()]).normal(size=(width, width)) / np.sqrt(width)
 
 
-def weights_of(skips, stages, width):
-    """(matrix of each stage, matrix of each skip)."""
-    return (
-        [drawn(f"stage {stage}", width, width) for stage in range(stages)],
-        {skip.name: drawn(skip.name, width, width) for skip in skips},
-    )
+def reference(net, inputs, targets):
+    """(loss, gradients of matrices by place and name, those of the inputs by name, output), for all rows at once.
+
+    `net` has (names that it takes, names that it gives) of each layer, as which it gives its output.
+    """
+    values, outputs, x, width = dict(inputs.skips), [], inputs.main, targets.shape[1]
+    for place, (takes, gives) in enumerate(net):
+        before = {"main": x} | {name: values[name] for name in takes}
+        x = np.tanh(sum(each @ drawn(place, name, width) for name, each in before.items()))
+        outputs.append((before, x))
+        values |= dict.fromkeys(gives, x)
+    loss, dx = dense.mean_squared(x, targets)
+    wanted = {name: np.zeros_like(each) for name, each in values.items()}
+    gradients = {}
+    for place, (takes, gives) in reversed([*enumerate(net)]):
+        before, y = outputs[place]
+        dz = (dx + sum(wanted[name] for name in gives)) * (1 - y * y)
+        for name, each in before.items():
+            gradients[f"{place}.{name}"] = each.T @ dz
+        for name in takes:
+            wanted[name] += dz @ drawn(place, name, width).T
+        dx = dz @ drawn(place, "main", width).T
+    return loss, gradients, {"": dx} | {name: wanted[name] for name in inputs.skips}, x
 
 
 class SkipStage(dense.Halves):
     """h = tanh(x W + sum of s U over all skips that come in); h goes on, and over each skip out of it.
 
-    W belongs to the stage, U to the one that takes; the gradients of both are kept.
+    It may leave out the gradients of some of these skips, and that of its input where `ends` is set.
     """
 
-    def __init__(self, schedule, number, width):
-        self.number = number
-        self.takes = [skip.name for skip in schedule.skips if skip.target == number]
-        self.gives = [skip.name for skip in schedule.skips if skip.source == number]
-        matrices, others = weights_of(schedule.skips, schedule.stages, width)
-        self.weight, self.others = matrices[number], {name: others[name] for name in self.takes}
-        self.gradient = np.zeros_like(self.weight)
-        self.other_gradients = {name: np.zeros_like(each) for name, each in self.others.items()}
+    leaves_out = ()
+    ends = False
+
+    def __init__(self, number, takes, gives, width):
+        self.number, self.takes, self.gives = number, takes, gives
+        self.weights = {name: drawn(number, name, width) for name in ("main", *takes)}
+        self.gradient_of = {name: np.zeros((width, width)) for name in self.weights}
 
     def forward(self, x):
-        main, skips = (x.main, x.skips) if self.takes else (x, {})
-        assert sorted(skips) == sorted(self.takes)
-        h = np.tanh(main @ self.weight + sum(skips[name] @ self.others[name] for name in self.takes))
-        y = Branches(h, **{name: h for name in self.gives}) if self.gives else h
-        return y, (main, skips, h)
+        inputs = {"main": x.main, **x.skips} if self.takes else {"main": x}
+        assert sorted(inputs) == sorted(self.weights)
+        h = np.tanh(sum(inputs[name] @ weight for name, weight in self.weights.items()))
+        return Branches(h, **dict.fromkeys(self.gives, h)) if self.gives else h, (inputs, h)
 
     def backward_input(self, dy, saved):
-        main, skips, h = saved
+        inputs, h = saved
         dh = dy.main + sum(dy[name] for name in self.gives) if self.gives else dy
         dz = dh * (1 - h * h)
-        dx = dz @ self.weight.T
-        if self.takes:
-            dx = Branches(dx, **{name: dz @ self.others[name].T for name in self.takes})
-        return dx, (main, skips, dz)
+        slopes = {name: dz @ weight.T for name, weight in self.weights.items() if name not in self.leaves_out}
+        dx = slopes.pop("main")
+        dx = Branches(dx, **slopes) if slopes else dx
+        return None if self.ends else dx, (inputs, dz)
 
     def backward_weight(self, pending):
-        main, skips, dz = pending
-        self.gradient += main.T @ dz
-        for name, skip in skips.items():
-            self.other_gradients[name] += skip.T @ dz
+        inputs, dz = pending
+        for name, each in inputs.items():
+            self.gradient_of[name] += each.T @ dz
+
+
+def net_of(schedule):
+    """The network whose layers are stages that hand values over the skips of a schedule."""
+    takes = [[skip.name for skip in schedule.skips if skip.target == stage] for stage in range(schedule.stages)]
+    gives = [[skip.name for skip in schedule.skips if skip.source == stage] for stage in range(schedule.stages)]
+    return list(zip(takes, gives))
 
 
 def model(schedule, rank, width):
-    return [SkipStage(schedule, number, width) for number in schedule.stages_of(rank)]
+    net = net_of(schedule)
+    return [SkipStage(number, *net[number], width) for number in schedule.stages_of(rank)]
 
 
-def reference(schedule, inputs, targets):
-    """(loss, gradients of the matrices of stages, of those of skips, of the inputs, output), for all rows at once."""
-    skips = schedule.skips
-    matrices, others = weights_of(skips, schedule.stages, inputs.shape[1])
-    outputs = []
-    for stage, weight in enumerate(matrices):
-        z = (outputs[-1] if outputs else inputs) @ weight
-        for skip in skips:
-            if skip.target == stage:
-                z = z + outputs[skip.source] @ others[skip.name]
-        outputs.append(np.tanh(z))
-    loss = float(np.mean((outputs[-1] - targets) ** 2))
-    to_come = [np.zeros_like(inputs) for _ in matrices]
-    to_come[-1] = 2 * (outputs[-1] - targets) / targets.size
-    gradients, of_skips, of_inputs = [None] * len(matrices), {}, None
-    for stage in reversed(range(len(matrices))):
-        dz = to_come[stage] * (1 - outputs[stage] ** 2)
-        gradients[stage] = (outputs[stage - 1] if stage else inputs).T @ dz
-        for skip in skips:
-            if skip.target == stage:
-                of_skips[skip.name] = outputs[skip.source].T @ dz
-                to_come[skip.source] += dz @ others[skip.name].T
-        of_inputs = dz @ matrices[stage].T
-        if stage:
-            to_come[stage - 1] += of_inputs
-    return loss, gradients, of_skips, of_inputs, outputs[-1]
-
-
-def assert_equal_to(expected, stages):
+def assert_equal_to(gradients, stages):
     """Compare the gradients that stages have with those of the reference."""
-    _, gradients, of_skips, _, _ = expected
     for stage in stages:
-        near(stage.gradient, gradients[stage.number])
-        for name, found in stage.other_gradients.items():
-            near(found, of_skips[name])
-
-
-def near(found, expected):
-    """Equal but for rounding: a few hundred rounded sums of numbers of the size of the largest one."""
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12 * max(1e-3, float(np.abs(expected).max())))
+        for name, found in stage.gradient_of.items():
+            dense.near(found, gradients[f"{stage.number}.{name}"])

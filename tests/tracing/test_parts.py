@@ -80,11 +80,12 @@ def test_a_slow_link_is_transfer_on_all_ranks(edge):
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_rank_that_comes_late_makes_the_others_wait_for_a_late_sender(rank):
     late, steps = 0.030, 3
-    trace = trace_of(schedules.one_f_one_b(4, 8), late={rank: late}, steps=steps)
+    trace = trace_of(schedules.one_f_one_b(4, 8), late={rank: late}, optimizer=0.007, overhead=0.003, steps=steps)
     check_sums(trace)
     for number, parts in trace.parts().items():
         expected = 0 if number == rank else late
         assert parts["late sender"] == pytest.approx(expected, rel=WITHIN, abs=1e-12)
+        assert (parts["optimizer"], parts["overhead"]) == pytest.approx((0.007, 0.003))
         assert parts["bubble"] == pytest.approx(3 * (F + B))
     heavy = trace_of(schedules.one_f_one_b(4, 8), late={rank: 1.0})
     assert heavy.advice().startswith(f"Find out why rank {rank} comes late, which the others wait for: late sender")
@@ -107,15 +108,6 @@ def test_jitter_is_late_sender():
     for parts in trace.parts().values():
         assert parts["late sender"] == pytest.approx(lost, rel=WITHIN, abs=lost * WITHIN)
         assert parts["transfer"] == 0
-
-
-def test_optimizer_and_overhead_are_what_they_last():
-    trace = trace_of(schedules.one_f_one_b(2, 4), optimizer=0.007, overhead=0.003, steps=4)
-    check_sums(trace)
-    for parts in trace.parts().values():
-        assert parts["optimizer"] == pytest.approx(0.007)
-        assert parts["overhead"] == pytest.approx(0.003)
-        assert parts["late sender"] == pytest.approx(0, abs=1e-12)
 
 
 def test_sums_count_once_the_last_replica_has_come():

@@ -5,6 +5,7 @@ from bisect import bisect_right
 from dataclasses import replace
 
 import pytest
+from support.any_schedule import NAMES, build
 from support.svg import shapes, texts
 
 from mpipipe import schedules, tracing
@@ -59,21 +60,13 @@ def test_the_words_say_what_was_simulated(tmp_path):
     assert [word for word in words if word.startswith("rank")] == [f"rank {rank}" for rank in range(4)]
 
 
-def test_boxes_of_slices_have_micro_batch_and_slice(tmp_path):
-    path, found = tmp_path / "timeline.svg", schedules.simulate(schedules.one_f_one_b(2, 2, slices=3))
-    tracing.draw_timeline(found, path)
+def test_boxes_of_slices_have_micro_batch_and_slice_and_recomputation_its_own_colour(tmp_path):
+    path, schedule = tmp_path / "timeline.svg", schedules.one_f_one_b(2, 2, slices=3)
+    tracing.draw_timeline(schedules.simulate(schedules.with_recompute(schedule)), path)
     words = [text.words for text in texts(path)]
     assert words[0] == "one_f_one_b: 2 ranks, 2 micro-batches in 3 slices each"
-    assert all(words.count(f"{m}.{s}") == 4 for m in range(2) for s in range(3) if (m, s) != (0, 0))
-    assert words.count("0.0") == 5  # the axis begins with it
-
-
-def test_recomputation_has_its_own_colour(tmp_path):
-    found = schedules.simulate(schedules.with_recompute(schedules.gpipe(1, 3), memory_limit=1))
-    path = tmp_path / "timeline.svg"
-    tracing.draw_timeline(found, path)
-    assert len(boxes_of(path, "#8c8c8c")) == sum(action.op == "R" for action in found.schedule.orders[0]) > 1
-    assert "recomputation" in [text.words for text in texts(path)]
+    assert all(words.count(f"{m}.{s}") == 6 for m in range(2) for s in range(3))
+    assert len(boxes_of(path, "#8c8c8c")) == 2 * 6 and "recomputation" in words
 
 
 def test_more_actions_than_a_picture_shows_are_refused(tmp_path, monkeypatch):
@@ -85,11 +78,6 @@ def test_more_actions_than_a_picture_shows_are_refused(tmp_path, monkeypatch):
 
 
 # -- Activations over time ---------------------------------------------------------------------------------------------
-
-
-NAMES = {"gpipe": 1, "one_f_one_b": 1, "zero_bubble_h1": 1, "zero_bubble_2p": 1, "interleaved_1f1b": 3, "looped_bfs": 2,
-         "interleaved_zero_bubble": 2, "zero_bubble_v": 2, "dualpipe_v": 2, "v_half": 2, "v_min": 2,
-         "forward_only": 2}  # fmt: skip
 
 
 def held(spans, time):
@@ -106,7 +94,7 @@ def held(spans, time):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_profile_is_what_a_count_by_hand_gives(name):
-    schedule = schedules.by_name(name, ranks=3, microbatches=5, chunks=NAMES[name])
+    schedule = build(name, 3, 2, 5)
     found = schedules.simulate(schedule, Costs(1.1, 0.9, 0.7, 0.3))
     draw = random.Random(0)
     for rank in range(3):
