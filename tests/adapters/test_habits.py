@@ -6,7 +6,7 @@ losses, all gradients and all buffers of three steps with plain descent, to 1e-1
 
 import copy
 import random
-from collections import deque, namedtuple
+from collections import namedtuple
 from dataclasses import dataclass
 from functools import partial
 
@@ -84,14 +84,14 @@ CASES["plain"] = lambda: [linear(), torch.nn.Tanh(), linear()]
 
 
 class Running(torch.nn.Module):
-    def __init__(self, update, read=lambda mean: mean):
+    def __init__(self, update):
         super().__init__()
         self.register_buffer("mean", torch.zeros(WIDTH))
-        self.linear, self.update, self.read = linear(), update, read
+        self.linear, self.update = linear(), update
 
     def forward(self, x):
         self.update(self, x.detach().mean(0))
-        return self.linear(x - self.read(self.mean))
+        return self.linear(x - self.mean)
 
 
 def replace(self, mean):
@@ -101,26 +101,11 @@ def replace(self, mean):
 CASES |= {
     "batch_norm": lambda: [linear(), torch.nn.BatchNorm1d(WIDTH), linear()],
     "batch_norm_of_all_batches": lambda: [linear(), torch.nn.BatchNorm1d(WIDTH, momentum=None), linear()],
-    "batch_norm_without_statistics": lambda: [torch.nn.BatchNorm1d(WIDTH, track_running_stats=False), linear()],
-    "running_instance_norm": lambda: [
-        linear(),
-        torch.nn.Unflatten(1, (2, 2)),
-        torch.nn.InstanceNorm1d(2, track_running_stats=True),
-    ],
     "mean_by_data": lambda: [linear(), Running(lambda self, mean: self.mean.data.mul_(0.9).add_(0.1 * mean))],
-    "mean_in_place": lambda: [linear(), Running(lambda self, x: self.mean.mul_(0.9).add_(0.1 * x), torch.clone)],
     "mean_replaced": lambda: [linear(), Running(replace)],
-    "old_spectral_norm": lambda: [torch.nn.utils.spectral_norm(linear()), linear()],
     "spectral_norm": lambda: [parametrizations.spectral_norm(linear()), linear()],
     "weight_norm": lambda: [parametrizations.weight_norm(linear()), linear()],
 }
-
-
-@case
-def frozen_batch_norm():
-    norm = torch.nn.BatchNorm1d(WIDTH)
-    norm.running_mean += 1
-    return [linear(), norm.eval().requires_grad_(False), linear()]
 
 
 @last()
@@ -133,18 +118,6 @@ def counter_in_an_attribute(self, x):
 def list_that_grows(self, x):
     self.seen.append(0.5)
     return self.linear(x) * sum(self.seen)
-
-
-@first(counts=dict)
-def dict_that_counts(self, x):
-    self.counts["n"] = self.counts.get("n", 0) + 1
-    return self.linear(x) / self.counts["n"]
-
-
-@first(window=lambda: deque(maxlen=3))
-def window_of_the_last_values(self, x):
-    self.window.append(len(self.window) + 1.0)
-    return self.linear(x) * sum(self.window)
 
 
 @first(array=lambda: np.ones(1))
@@ -228,21 +201,6 @@ def full_backward_hook():
 
 
 @case
-def full_backward_prehook():
-    module = linear()
-    module.register_full_backward_pre_hook(lambda module, outputs: (0.5 * outputs[0],))
-    return [linear(), torch.nn.Sequential(module, torch.nn.Tanh()), linear()]
-
-
-@case
-def forward_hooks():
-    module = linear()
-    module.register_forward_pre_hook(lambda module, inputs: (2 * inputs[0],))
-    module.register_forward_hook(lambda module, inputs, output: output + 1)
-    return [linear(), module]
-
-
-@case
 def hooks_of_an_entry():
     first, last = linear(), linear()
     first.register_forward_hook(lambda module, inputs, output: 2 * output)
@@ -282,19 +240,8 @@ class Scaled(torch.autograd.Function):
         return gradient * weight, (gradient * x).sum(0)
 
 
-class Reversed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return -gradient
-
-
 CASES |= {
     "function_with_parameters": lambda: around(lambda self, x: Scaled.apply(self.linear(x), self.linear.bias)),
-    "reversal_of_gradients": lambda: around(lambda self, x: Reversed.apply(self.linear(x))),
     "checkpoint_within": lambda: around(lambda self, x: recomputed(self.linear, x, use_reentrant=False)),
     "reentrant_checkpoint_within": lambda: around(lambda self, x: recomputed(self.linear, x, use_reentrant=True)),
     "inplace_first": lambda: [linear(), torch.nn.ReLU(inplace=True), linear()],
@@ -319,13 +266,6 @@ def add_to_the_input(self, x):
 def clamp_of_the_data(self, x):
     x.data.clamp_(-0.5, 0.5)
     return self.linear(x)
-
-
-@last()
-def part_without_gradients(self, x):
-    with torch.no_grad():
-        target = self.linear(x)
-    return self.linear(x) - 0.5 * target
 
 
 @middle()
@@ -386,29 +326,12 @@ def turning(size):
     return torch.nn.Parameter(torch.randn(size, dtype=torch.complex128))
 
 
-def multiplied(self, x):
-    for part in self.parts:
-        x = x * part
-    return x
-
-
 CASES |= {
     "complex_parameters_alone": lambda: [
         linear(),
         bare(lambda self, x: (x * self.weight).abs(), weight=turning(WIDTH)),
         linear(),
-    ],
-    "parameter_list": lambda: [
-        linear(),
-        bare(multiplied, parts=torch.nn.ParameterList([torch.randn(WIDTH) for _ in range(3)])),
-    ],
-    "parameters_by_name": lambda: [
-        linear(),
-        bare(
-            lambda self, x: x * self.parts["a"] + self.parts["b"],
-            parts=torch.nn.ParameterDict({"a": torch.randn(WIDTH), "b": torch.randn(WIDTH)}),
-        ),
-    ],
+    ]
 }
 
 
@@ -510,34 +433,14 @@ def frozen_bias():
     return [linear(), module, linear()]
 
 
-def attended(self, x):
-    x = x.unflatten(1, (2, 2))
-    return self.attend(x, x, x)[0].flatten(1)
-
-
 CASES |= {
     "recurrence": lambda: [
         linear(),
         bare(
             lambda self, x: self.lstm(x.unflatten(1, (2, 2)))[0][:, -1], lstm=torch.nn.LSTM(2, WIDTH, batch_first=True)
         ),
-    ],
-    "attention": lambda: [linear(), bare(attended, attend=torch.nn.MultiheadAttention(2, 1, batch_first=True))],
-    "encoder_layer": lambda: [
-        linear(),
-        torch.nn.Unflatten(1, (2, 2)),
-        torch.nn.TransformerEncoderLayer(2, 1, 4, dropout=0.0, batch_first=True),
-        torch.nn.Flatten(),
-    ],
+    ]
 }
-
-
-@case
-def convolution_with_batch_norm():
-    block = torch.nn.Sequential(
-        torch.nn.Conv1d(1, 2, 3, padding=1), torch.nn.BatchNorm1d(2), torch.nn.ReLU(inplace=True)
-    )
-    return [linear(), torch.nn.Unflatten(1, (1, WIDTH)), block, torch.nn.Conv1d(2, 1, 1), torch.nn.Flatten()]
 
 
 # -- the judge ---------------------------------------------------------------------------------------------------------
@@ -697,24 +600,6 @@ def test_a_loss_with_parameters_and_random_numbers_is_trained_on_any_ranks(way, 
         assert other == pytest.approx(scale, rel=1e-12)
     seeded, _ = trained_with_loss(way, seed=1)
     assert np.abs(np.subtract(seeded, losses)).min() > 1e-9
-
-
-def test_the_parameter_of_a_loss_has_the_gradient_of_autograd():
-    loss, stage = Temperature().eval(), torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-    x, target = (each[0] for each in data())
-    value = loss(stage(torch.from_numpy(x)), torch.from_numpy(target))
-    expected = torch.autograd.grad(value, [stage.weight, loss.log_scale])
-
-    def job(comm):
-        ours = adapters.torch_loss(loss)
-        stages = [adapters.torch_stage(stage, prefix="last.", loss=ours)]
-        with Pipeline(stages, schedules.gpipe(1, MICROBATCHES), comm, loss=ours) as pipeline:
-            pipeline.step(x, target)
-        return dict(stages[0].gradients)
-
-    (found,) = inprocess.run(1, job)
-    np.testing.assert_allclose(found["last.weight"], expected[0], rtol=1e-12, atol=1e-14)
-    np.testing.assert_allclose(found["last.loss.log_scale"], expected[1], rtol=1e-12)
 
 
 @pytest.mark.parametrize("way", ["stage", "function"])

@@ -118,9 +118,13 @@ def test_64_bits_are_refused_where_jax_would_make_32_of_them_and_parameters_of_s
         with pytest.raises(ArgumentError, match="one dtype"):
             adapters.jax_stage(lambda p, x: x, parameters)
     stage = adapters.jax_stage(lambda p, x: x * p, np.ones(3, np.float32))
+    pairs = adapters.jax_stage(lambda p, x: x * p, np.ones(3, np.complex64))
+    wide = (lambda: adapters.jax_stage(stage.function, np.ones(3)), lambda: stage.forward(np.ones((2, 3))),
+            lambda: pairs.forward(np.ones((2, 3), np.complex128)))  # fmt: skip
     jax.config.update("jax_enable_x64", False)
     try:
-        for call in (lambda: adapters.jax_stage(stage.function, np.ones(3)), lambda: stage.forward(np.ones((2, 3)))):
+        assert pairs.forward(np.ones((2, 3), np.complex64))[0].dtype == np.complex64
+        for call in wide:
             with pytest.raises(ArgumentError, match="64-bit numbers switched off") as caught:
                 call()
             assert "jax_enable_x64" in caught.value.remedy

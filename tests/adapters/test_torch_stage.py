@@ -61,6 +61,7 @@ def test_arrays_and_tensors_are_one_memory():
         assert np.shares_memory(parameter.detach().numpy(), stage.parameters.flat)
         assert np.shares_memory(parameter.grad.numpy(), stage.gradients.flat)
         assert stage.parameters[name].shape == tuple(parameter.shape)
+    assert [decays for *_, decays in stage.decay_ranges] == [True, False]
     stage.gradients.flat[...] = 1
     theirs.step()
     np.testing.assert_array_equal(stage.parameters["bias"], before[1].numpy() - 1)

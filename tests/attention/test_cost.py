@@ -12,14 +12,6 @@ from mpipipe.attention.layout import Layout
 from mpipipe.job import inprocess
 
 
-def test_known_bytes_of_even_shards():
-    for ranks in (1, 2, 3, 4, 7):
-        blocks = [10] * ranks
-        for rank in range(ranks):
-            assert cost.sent_forward(blocks, rank) == 10 * (ranks - 1)
-            assert cost.sent_backward(blocks, rank) == 10 * max(0, 2 * ranks - 3)
-
-
 def test_known_lengths_at_which_transfers_hide():
     """bfloat16, over NVLink, InfiniBand, and a copy through the host, to three digits."""
     for bandwidth, length in ((450e9, 2889), (50e9, 26_000), (10e9, 130_000)):

@@ -75,7 +75,7 @@ def equal(found, expected):
     assert found.dtype == expected.dtype and found.shape == expected.shape and found.tobytes() == expected.tobytes()
 
 
-class Doubled:
+class DoubledNorm(nn.RMSNorm):
     """What a class of a user's may put before a norm."""
 
     def forward(self, x):
@@ -86,8 +86,9 @@ class Doubled:
         return super().backward_input(self.stage.kernels.scale(dy, 2.0), saved)
 
 
-class DoubledNorm(Doubled, nn.RMSNorm):
-    pass
+class WithoutGradient(nn.RMSNorm):
+    def backward(self, dy, saved):
+        return self.stage.kernels.scale(dy, 0.0)
 
 
 def blocks(residual, wrap=lambda layer: layer):
@@ -106,6 +107,8 @@ def blocks(residual, wrap=lambda layer: layer):
         nn.Sequential([nn.RMSNorm(DIM), attention(), nn.Linear(DIM, DIM)]),
         nn.Sequential([]),
         residual(DoubledNorm(DIM), nn.Linear(DIM, DIM)),
+        residual(DoubledNorm(DIM)),
+        residual(WithoutGradient(DIM)),
         nn.Gelu(),
         residual(nn.Sequential([])),
         mlp(nn.RMSNorm),
@@ -147,23 +150,3 @@ def test_the_backward_of_a_gpt_needs_no_launch_for_its_sums(emulated_gpu):
     # a gradient of a gain takes one launch to add it up; "add" would be a sum in the residual or in the gradient
     assert back.count("add") == 0 and back.count("add_parts") == residuals + 1
     assert back.count("rms_norm_backward_add") == residuals and back.count("rms_norm_backward") == 1
-
-
-class WithoutGradient(nn.RMSNorm):
-    def backward(self, dy, saved):
-        return np.zeros_like(dy)
-
-
-def test_what_a_subclass_redefines_is_never_passed_by():
-    plain, doubled = (
-        nn.Stage([nn.PreNormResidual(nn.RMSNorm(4), nn.Linear(4, 4)), nn.PreNormResidual(norm(4))], "float64", seed=1)
-        for norm in (nn.RMSNorm, DoubledNorm)
-    )
-    x, dy = drawn((3, 4), "float64"), drawn((3, 4), "float64")
-    (y, saved), (y2, saved2) = plain.forward(x), doubled.forward(x)
-    middle = plain.layers[0].forward(x)[0]
-    np.testing.assert_allclose(y2 - middle, 2 * (y - middle), rtol=1e-12)
-    back, back2 = plain.layers[1].backward(dy, saved[1]), doubled.layers[1].backward(dy, saved2[1])
-    np.testing.assert_allclose(back2 - dy, 2 * (back - dy), rtol=1e-12)
-    silent = nn.Stage([nn.PreNormResidual(WithoutGradient(4))], "float64")
-    np.testing.assert_array_equal(silent.backward(dy, silent.forward(x)[1]), dy)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 from support.gradcheck import check_stage
-from support.tolerance import close, largest, within
+from support.tolerance import close, largest
 
 from mpipipe import arrays, nn
 from mpipipe.errors import ArgumentError
@@ -297,24 +297,6 @@ def test_a_point_that_is_no_number_is_seen_by_its_windows_alone(way):
     seen = np.zeros(y.shape, bool)
     seen[1, 4:, 7:] = True
     np.testing.assert_array_equal(np.isfinite(y), ~seen)
-
-
-@pytest.mark.parametrize(
-    "layer, shape, spread",
-    [
-        (nn.Conv(16, 64, (3, 3), groups=2, gain=2.0), (64, 3, 3, 8), 2 / math.sqrt(3 * 3 * 8)),
-        (nn.SpectralConv(8, 16, (6, 6)), (12, 6, 8, 16, 2), 1 / 4),
-    ],
-)
-def test_weights_start_with_the_spread_that_keeps_the_size_of_a_field(layer, shape, spread):
-    weight = nn.Stage([layer], dtype="float64").parameters["0.weight"]
-    assert weight.shape == shape
-    within(weight.std(), spread, 5 * weight.std() / math.sqrt(2 * weight.size))  # 5 standard errors
-
-
-def test_the_bias_of_a_convolution_starts_as_zeros_without_decay():
-    layer = nn.Conv(16, 64, (3, 3))
-    assert not nn.Stage([layer]).parameters["0.bias"].any() and not layer.declared["bias"].decay
 
 
 def test_what_is_frozen_in_a_convolution_has_no_gradient():

@@ -33,13 +33,22 @@ def test_initial_values_do_not_depend_on_the_cut_or_the_dtype():
 
 
 def test_initial_values_have_the_promised_spread():
-    layers = [nn.Linear(400, 500, gain=0.5), nn.Embedding(500, 400), nn.FeedForward(400, 600, gain=0.5)]
+    layers = [
+        nn.Linear(400, 500, gain=0.5), nn.Embedding(500, 400), nn.FeedForward(400, 600, gain=0.5),
+        nn.Conv(16, 64, (3, 3), groups=2, gain=2.0), nn.SpectralConv(8, 16, (6, 6)),
+    ]  # fmt: skip
     stage = nn.Stage(layers, dtype="float64")
-    spreads = {"0.weight": 0.5 / 20, "1.weight": 1 / 20, "2.up": 1 / 20, "2.down": 0.5 / 600**0.5}
+    spreads = {
+        "0.weight": 0.5 / 20, "1.weight": 1 / 20, "2.up": 1 / 20, "2.down": 0.5 / 600**0.5,
+        "3.weight": 2 / (3 * 3 * 8) ** 0.5, "4.weight": 1 / 4,
+    }  # fmt: skip
     for name, expected in spreads.items():
-        weight = stage.parameters[name]  # 200 000 draws: six and nine standard deviations of both estimates
-        assert abs(weight.std() / expected - 1) < 0.01 and abs(weight.mean()) < expected / 50
-    assert not any(stage.parameters[name].any() for name in ("0.bias", "2.up_bias", "2.down_bias"))
+        weight = stage.parameters[name]
+        close_to = 6 / weight.size**0.5  # six standard deviations of the mean, more of the spread
+        assert abs(weight.std() / expected - 1) < close_to and abs(weight.mean()) < expected * close_to
+    assert not any(stage.parameters[name].any() for name in ("0.bias", "2.up_bias", "2.down_bias", "3.bias"))
+    assert stage.parameters["3.weight"].shape == (64, 3, 3, 8) and stage.parameters["4.weight"].shape[:2] == (12, 6)
+    assert not layers[3].declared["bias"].decay
 
 
 def test_however_many_layers_there_are_ranges_of_decay_are_few():
