@@ -181,13 +181,12 @@ class Machine:
         self.crossed = {"to_device": 0, "to_host": 0}
         self.errors: list[str] = []
         self.broken = False
-        self.ranges: list[str] = []
         self.number_issued = 0
         self.one_queue = False  # whether all streams share one queue in hardware: see _advance_in_issue_order
         self.first_bus = 0  # bus number of device 0: ranks with different ones have GPUs of their own
         self.patience = 60.0  # seconds that the host waits for a peer's part before that counts as a hang
         self.communicators: list = []  # of NCCL, of this rank
-        self.used_bytes = self.peak_bytes = 0
+        self.used_bytes = 0
         self.refused: list[str] = []  # what a library said besides its status
         self.cublas_workspace: tuple[int, int] | None = None  # address and bytes that cuBLAS was given
         self.pool = self.allocator = None  # CuPy's default pool, and what the program has put in its place

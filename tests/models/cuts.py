@@ -72,10 +72,6 @@ def fno(**options):
     return Case(model, model, [start, block(0), block(1), block(2), model.projection], fields, functional.mse_loss)
 
 
-def tfno():
-    return fno(factorization="tucker", implementation="factorized", rank=0.5)
-
-
 def resnet18():
     model = pytest.importorskip("torchvision.models").resnet18(num_classes=5)
     start = torch.nn.Sequential(model.conv1, model.bn1, model.relu, model.maxpool)
@@ -102,24 +98,6 @@ def transformer(kind, config, **options):
     settings = getattr(library, config)(vocab_size=WORDS, **options)
     settings._attn_implementation = "eager"
     return getattr(library, kind)(settings)
-
-
-def llama():
-    model = transformer(
-        "LlamaForCausalLM", "LlamaConfig", hidden_size=12, intermediate_size=16, num_hidden_layers=3,
-        num_attention_heads=2, num_key_value_heads=1,
-    )  # fmt: skip
-    base = model.model
-
-    def layer(self, x):
-        angles = self.rotary(x, torch.arange(x.shape[1])[None])
-        return self.layer(x, attention_mask=causal(x), position_embeddings=angles)
-
-    layers = [Part(layer, layer=each, rotary=base.rotary_emb) for each in base.layers]
-    parts = [base.embed_tokens, *layers, torch.nn.Sequential(base.norm, model.lm_head)]
-    return Case(
-        model, lambda x: model(x, use_cache=False).logits, parts, lambda draw: (words(draw), words(draw)), likelihood
-    )
 
 
 def gpt2():
@@ -264,7 +242,7 @@ def gcn():
     return Case(model, model, parts, draw, functional.mse_loss)
 
 
-CASES = {each.__name__: each for each in (fno, tfno, resnet18, vit, llama, gpt2, bert, t5, unet, gcn)}
+CASES = {each.__name__: each for each in (fno, resnet18, vit, gpt2, bert, t5, unet, gcn)}
 
 
 # -- the judge ---------------------------------------------------------------------------------------------------------
