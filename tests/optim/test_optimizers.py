@@ -7,22 +7,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support.gradients import fill, gradient_norm
+from support.gradients import fill, four_layers, gradient_norm
 from support.tolerance import close
 
 from mpipipe import Pipeline, nn, optim, schedules
 from mpipipe.errors import ArgumentError
 from mpipipe.job import inprocess
-
-
-def stages(dtype="float64", cuts=((0, 2), (2, 4))):
-    def layers():
-        return [nn.Linear(200, 300), nn.RMSNorm(300), nn.Linear(300, 5), nn.LayerNorm(5)]
-
-    made = [nn.Stage(layers()[a:b], dtype=dtype, first=a) for a, b in cuts]
-    for index, stage in enumerate(made):
-        stage.index = index
-    return made
 
 
 def textbook_adamw(p, gradients, lr, b1, b2, eps, decay):
@@ -87,7 +77,7 @@ def before(made):
     ],
 )
 def test_steps_are_those_of_the_textbook(dtype, make, textbook, numbers, decay):
-    made = stages(dtype)
+    made = four_layers(dtype)
     start = before(made)
     optimizer = make(made, lr=0.01, weight_decay=decay, **numbers)
     history = run(made, optimizer)
