@@ -119,17 +119,6 @@ class Alone:
         self.decay_ranges = [(0, self.parameters.flat.size, True)]
 
 
-@pytest.mark.parametrize("decays", [np.True_, 2])
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_a_users_word_for_decay_changes_no_bit(make, decays):
-    array = np.random.default_rng(1).normal(size=99).astype(np.float32)
-    one, other = Alone("w", array), Alone("w", array)
-    other.decay_ranges = [(0, other.parameters.flat.size, decays)]
-    for stage in (one, other):
-        make([stage]).step()
-    np.testing.assert_array_equal(one.parameters["w"], other.parameters["w"])
-
-
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_each_parameter_is_updated_by_the_numbers_of_its_group(make):
     stage = grouped()
