@@ -132,38 +132,6 @@ def test_the_halves_of_the_backward_are_the_whole(compiled):
     stage.forward(x, EVALUATION)
 
 
-class Counted(torch.autograd.Function):
-    calls = 0
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, dy):
-        Counted.calls += 1
-        return dy * 2
-
-
-def test_no_node_without_a_parameter_is_gone_through_twice():
-    linear = torch.nn.Linear(3, 3, dtype=torch.float64)
-    stage = adapters.torch_stage(torch.nn.Sequential(linear, Of(lambda m, x: Counted.apply(Counted.apply(x)))))
-    y, saved = stage.forward(np.ones((2, 3)))
-    Counted.calls = 0
-    _, pending = stage.backward_input(y, saved)
-    assert Counted.calls == 2
-    stage.backward_weight(pending)
-    assert Counted.calls == 2
-
-
-def test_integers_leave_all_work_to_the_second_half():
-    stage = adapters.torch_stage(torch.nn.Embedding(4, 3, dtype=torch.float64))
-    y, saved = stage.forward(np.array([0, 2, 2]))
-    dx, before = in_halves(stage, np.ones_like(y), saved)
-    assert dx is None and not before.any()
-    np.testing.assert_array_equal(stage.gradients["weight"], [[1] * 3, [0] * 3, [2] * 3, [0] * 3])
-
-
 # -- traps ------------------------------------------------------------------------------------------------------------
 
 

@@ -29,12 +29,11 @@ LIBRARIES = {"cupy.cuda.cublas": "cuBLAS", "cupy.cuda.nccl": "NCCL"}  # modules 
 
 
 class Parameter(NamedTuple):
-    """One parameter: its name, its C type or "", whether it may be left out, whether it is given by name alone."""
+    """One parameter: its name, its C type or "", whether it may be left out."""
 
     name: str
     c_type: str
     optional: bool
-    by_name: bool
 
 
 # -- an installed CuPy
@@ -111,13 +110,12 @@ def parameters(name: str) -> list[Parameter] | None:
     text = str(written()[name]).removeprefix(f"{CLASS} ")
     if not text.startswith("(") or text == "(...)":
         return None
-    found, by_name = [], False
+    found = []
     for part in _split(text[1:-1]):
-        by_name |= part.startswith("*")
         declared, equals, _ = (piece.strip() for piece in part.partition("="))
         declared = declared.partition(":")[0]
         if declared not in ("*", "/"):
-            found.append(Parameter(declared.split()[-1], declared.rpartition(" ")[0], bool(equals), by_name))
+            found.append(Parameter(declared.split()[-1], declared.rpartition(" ")[0], bool(equals)))
     return found
 
 

@@ -155,15 +155,12 @@ class Machine:
     faults : what of FAULTS is wrong with this machine
     capability : compute capability of all devices, ten times the major number plus the minor one
     memory : bytes of each device
-    loader_finds : CUDA runtime libraries on the dynamic loader's path; with pip packages alone there is none
     """
 
     def __init__(self, seed: int = 0, devices: int = 1, faults=(), memory: int = 1 << 34, amd: bool = False):
         self.amd = amd
         self.faults, self.capability, self.memory = set(faults), 90, memory
         assert self.faults <= set(FAULTS), f"no fault of an emulated machine among {self.faults}"
-        self.loader_finds: list[str] = []
-        self.runtime_loaded: list[str] = []
         self.lock = threading.RLock()
         self.local = threading.local()
         self.random = random.Random(seed)

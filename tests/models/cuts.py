@@ -79,6 +79,19 @@ def resnet18():
     return Case(model, model, parts, images, functional.cross_entropy)
 
 
+def vit():
+    make = pytest.importorskip("timm").create_model
+    model = make("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=12, depth=3, num_heads=2, num_classes=5)
+
+    def embed(self, x):
+        x = self.patches(x)
+        return torch.cat([self.first.expand(len(x), -1, -1), x], 1) + self.places
+
+    start = Part(embed, patches=model.patch_embed, first=model.cls_token, places=model.pos_embed)
+    end = Part(lambda self, x: self.head(self.norm(x)[:, 0]), norm=model.norm, head=model.head)
+    return Case(model, model, [start, *model.blocks, end], images, functional.cross_entropy)
+
+
 def transformer(kind, config, **options):
     library = pytest.importorskip("transformers")
     settings = getattr(library, config)(vocab_size=WORDS, **options)
@@ -218,7 +231,7 @@ def gcn():
     return Case(model, model, parts, draw, functional.mse_loss)
 
 
-CASES = {each.__name__: each for each in (fno, resnet18, gpt2, t5, unet, gcn)}
+CASES = {each.__name__: each for each in (fno, resnet18, vit, gpt2, t5, unet, gcn)}
 
 
 # -- the judge ---------------------------------------------------------------------------------------------------------
