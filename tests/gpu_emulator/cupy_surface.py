@@ -91,11 +91,6 @@ def _signature(thing: Any) -> str:
     return re.sub(r"\((self, |self)", "(", text.partition(" ->")[0])
 
 
-def version() -> str:
-    """The version of the installed CuPy."""
-    return import_module("cupy").__version__
-
-
 # -- what is written
 
 
@@ -163,7 +158,7 @@ def main() -> int:
             missing.append(f"{name}: {str(error).splitlines()[0]}")
     sys.stdout.write("".join(f"{line}\n" for line in missing))
     if not missing:
-        FILE.write_text(json.dumps({"CuPy": version(), "names": content}, indent=1) + "\n")
+        FILE.write_text(json.dumps({"CuPy": import_module("cupy").__version__, "names": content}, indent=1) + "\n")
     return int(bool(missing))
 
 
