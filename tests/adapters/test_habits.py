@@ -101,6 +101,7 @@ def replace(self, mean):
 CASES |= {
     "batch_norm": lambda: [linear(), torch.nn.BatchNorm1d(WIDTH), linear()],
     "batch_norm_of_all_batches": lambda: [linear(), torch.nn.BatchNorm1d(WIDTH, momentum=None), linear()],
+    "batch_norm_without_statistics": lambda: [torch.nn.BatchNorm1d(WIDTH, track_running_stats=False), linear()],
     "mean_by_data": lambda: [linear(), Running(lambda self, mean: self.mean.data.mul_(0.9).add_(0.1 * mean))],
     "mean_replaced": lambda: [linear(), Running(replace)],
     "spectral_norm": lambda: [parametrizations.spectral_norm(linear()), linear()],
