@@ -61,14 +61,19 @@ def images(draw):
     return draw.normal(size=(ROWS, 3, 32, 32)), draw.integers(0, 5, ROWS)
 
 
-def fno():
-    model = pytest.importorskip("neuralop.models").FNO((4, 4), 1, 1, hidden_channels=6, n_layers=3)
+def fno(**options):
+    models = pytest.importorskip("neuralop.models")
+    model = models.FNO((4, 4), 1, 1, hidden_channels=6, n_layers=3, **options)
 
     def block(number):
         return Part(lambda self, x: self.blocks(x, number), blocks=model.fno_blocks)
 
     start = Part(lambda self, x: self.lifting(self.places(x)), places=model.positional_embedding, lifting=model.lifting)
     return Case(model, model, [start, block(0), block(1), block(2), model.projection], fields, functional.mse_loss)
+
+
+def tfno():
+    return fno(factorization="tucker", implementation="factorized", rank=0.5)
 
 
 def resnet18():
@@ -99,6 +104,24 @@ def transformer(kind, config, **options):
     return getattr(library, kind)(settings)
 
 
+def llama():
+    model = transformer(
+        "LlamaForCausalLM", "LlamaConfig", hidden_size=12, intermediate_size=16, num_hidden_layers=3,
+        num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    base = model.model
+
+    def layer(self, x):
+        angles = self.rotary(x, torch.arange(x.shape[1])[None])
+        return self.layer(x, attention_mask=causal(x), position_embeddings=angles)
+
+    layers = [Part(layer, layer=each, rotary=base.rotary_emb) for each in base.layers]
+    parts = [base.embed_tokens, *layers, torch.nn.Sequential(base.norm, model.lm_head)]
+    return Case(
+        model, lambda x: model(x, use_cache=False).logits, parts, lambda draw: (words(draw), words(draw)), likelihood
+    )
+
+
 def gpt2():
     """The head is the embedding."""
     model = transformer(
@@ -112,6 +135,16 @@ def gpt2():
     return Case(
         model, lambda x: model(x, use_cache=False).logits, parts, lambda draw: (words(draw), words(draw)), likelihood
     )
+
+
+def bert():
+    """The decoder of the head is the embedding of words."""
+    model = transformer(
+        "BertForMaskedLM", "BertConfig", hidden_size=12, intermediate_size=16, num_hidden_layers=3,
+        num_attention_heads=2, hidden_dropout_prob=0, attention_probs_dropout_prob=0,
+    )  # fmt: skip
+    parts = [model.bert.embeddings, *model.bert.encoder.layer, model.cls]
+    return Case(model, lambda x: model(x).logits, parts, lambda draw: (words(draw), words(draw)), likelihood)
 
 
 def t5():
@@ -231,7 +264,7 @@ def gcn():
     return Case(model, model, parts, draw, functional.mse_loss)
 
 
-CASES = {each.__name__: each for each in (fno, resnet18, vit, gpt2, t5, unet, gcn)}
+CASES = {each.__name__: each for each in (fno, tfno, resnet18, vit, llama, gpt2, bert, t5, unet, gcn)}
 
 
 # -- the judge ---------------------------------------------------------------------------------------------------------
