@@ -6,7 +6,7 @@ losses, all gradients and all buffers of three steps with plain descent, to 1e-1
 
 import copy
 import random
-from collections import namedtuple
+from collections import deque, namedtuple
 from dataclasses import dataclass
 from functools import partial
 
@@ -119,6 +119,14 @@ def counter_in_an_attribute(self, x):
 def list_that_grows(self, x):
     self.seen.append(0.5)
     return self.linear(x) * sum(self.seen)
+
+
+@first(counts=dict, seen=set, window=lambda: deque(maxlen=3))
+def containers_that_grow(self, x):
+    self.counts["n"] = self.counts.get("n", 0) + 1
+    self.seen.add(self.counts["n"])
+    self.window.append(len(self.seen) + 1.0)
+    return self.linear(x) * sum(self.window) / self.counts["n"]
 
 
 @first(array=lambda: np.ones(1))

@@ -157,6 +157,13 @@ def test_partial_results_become_one(gpu, dtype, dim):
 # -- plans
 
 
+def test_attention_on_two_streams_runs_on_each(gpu, library):
+    whole = make("bfloat16", seq=16)
+    for stream in (arrays.stream(), arrays.side_stream()):
+        with stream:
+            agrees(through_local(whole)[0], reference(whole), "bfloat16")
+
+
 # -- what cuDNN does not do
 
 
