@@ -164,6 +164,20 @@ def test_pipelines_whose_stages_share_a_sequence_equal_one_process(comm, library
 
 
 @each_library
+def test_branches_of_a_module_go_around_the_ring_in_one_order(comm, library):
+    layout, whole = Layout("zigzag", comm.size, SEQ), arrays(SEQ)
+
+    def branches(attend, q, k, v):
+        return attend(q, k, v) - 2 * attend(q, v, k) * attend(2 * q, k, v)
+
+    attend = ATTEND[library](Ring(comm, layout=layout))
+    found = THROUGH[library](partial(branches, attend), *(layout.shard(each, comm.rank) for each in whole))
+    alone = partial(branches, partial(DENSE[library], mask=visible_pairs(SEQ, SEQ)))
+    for parts, right in zip(zip(*comm.allgather(found)), THROUGH[library](alone, *whole)):
+        assert np.abs(layout.unshard(parts) - right).max() <= 10 * ENOUGH
+
+
+@each_library
 def test_ranks_that_differ_raise_one_error(pair, library):
     """The error of a ring itself comes out of a stage."""
     stage = stage_of(library, ATTEND[library](Ring(pair)), 0)
