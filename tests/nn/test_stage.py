@@ -50,6 +50,12 @@ def test_initial_values_have_the_promised_spread():
     assert not layers[3].declared["bias"].decay
 
 
+def test_however_many_layers_there_are_ranges_of_decay_are_few():
+    """An optimizer has a launch for each: matrices, gains, and the tied matrices behind them."""
+    stage = nn.Stage([*layers()[:1], *[layer for _ in range(5) for layer in layers()[1:-1]], layers()[-1]])
+    assert [decay for _, _, decay in stage.decay_ranges] == [True, False, True]
+
+
 def test_equal_contents_give_equal_bits_wherever_they_lie():
     outcomes = []
     for shift in (0, 1, 3, 8):
