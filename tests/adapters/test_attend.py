@@ -165,9 +165,7 @@ def test_pipelines_whose_stages_share_a_sequence_equal_one_process(comm, library
 
 @each_library
 def test_branches_of_a_module_go_around_the_ring_in_one_order(comm, library):
-    """Two attentions that do not depend on each other, on other keys."""
-    layout = Layout("zigzag", comm.size, SEQ)
-    whole = arrays(SEQ)
+    layout, whole = Layout("zigzag", comm.size, SEQ), arrays(SEQ)
 
     def branches(attend, q, k, v):
         return attend(q, k, v) - 2 * attend(q, v, k) * attend(2 * q, k, v)

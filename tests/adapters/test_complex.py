@@ -10,7 +10,6 @@ from jax import numpy as jnp  # noqa: E402
 from support import complex_model, dense  # noqa: E402
 
 from mpipipe import Pipeline, adapters, nn  # noqa: E402
-from mpipipe.errors import ArgumentError  # noqa: E402
 
 jax.config.update("jax_enable_x64", True)
 pytestmark = pytest.mark.judges
@@ -100,18 +99,6 @@ def test_single_precision_stays_single(kind):
     for found, wanted in [*pairs, *gradients]:
         assert found.dtype == np.complex64
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
-
-
-def test_numbers_of_64_bits_are_told_from_pairs_of_32():
-    jax.config.update("jax_enable_x64", False)
-    try:
-        stage = adapters.jax_stage(lambda p, x: x * p["a"], {"a": np.ones(2, np.complex64)})
-        y, _ = stage.forward(np.ones((3, 2), np.complex64))
-        assert y.dtype == np.complex64
-        with pytest.raises(ArgumentError, match="complex128 for a function of JAX, which has 64-bit numbers switched"):
-            stage.forward(np.ones((3, 2), np.complex128))
-    finally:
-        jax.config.update("jax_enable_x64", True)
 
 
 def test_what_pytorch_has_not_conjugated_yet_is():

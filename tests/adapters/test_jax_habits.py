@@ -42,10 +42,23 @@ def cast(kind):
     return between(lambda p, x: linear(p, x).astype(kind), lambda p, x: linear(p, x.astype("float64")))
 
 
+def scanned(p, x):
+    return jax.lax.scan(lambda y, gain: (jnp.tanh(y * gain), None), x, p["w"])[0]
+
+
+def twice(p, x):
+    w = p["w"]
+    return jnp.tanh(jnp.tanh(x @ w[:, :, None].sum(2)) @ w)
+
+
 START = {"sum": np.zeros(WIDTH), "count": np.zeros((), int)}
 CASES = {
     "plain": lambda: between(lambda p, x: jnp.tanh(linear(p, x)), linear),
     "state": lambda: [(linear, matrix(0)), (running, matrix(1), START), (running, matrix(2), START)],
+    "a loop": lambda: between(scanned, linear),
+    "a function compiled by itself": lambda: between(jax.jit(twice), linear),
+    "a matrix in two places": lambda: between(twice, linear),
+    "a parameter alone": lambda: between(lambda p, x: p["w"][:ROWS] * 2 + 0 * x.sum(), linear),
     "one tie": lambda: between(lambda p, x: jnp.tanh(linear(p, x)), linear, {"w": "the one"}),
     "booleans": lambda: between(lambda p, x: (linear(p, x), x > 0), lambda p, x, mask: linear(p, x) * mask),
     "integers": lambda: between(lambda p, x: (linear(p, x), (4 * x).astype(int)), lambda p, x, n: linear(p, x) * n),

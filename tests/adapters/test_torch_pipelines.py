@@ -1,7 +1,5 @@
 """Stages of PyTorch in pipelines: losses and steps are those of PyTorch alone; what draws, and what is saved."""
 
-import copy
-
 import numpy as np
 import pytest
 
@@ -9,7 +7,6 @@ torch = pytest.importorskip("torch")
 from support import dense, torch_models  # noqa: E402
 
 from mpipipe import Mesh, Pipeline, adapters, checkpoint, optim, schedules  # noqa: E402
-from mpipipe.job import inprocess  # noqa: E402
 
 pytestmark = pytest.mark.judges
 ENOUGH = 1e-10  # of gradients about 1 in float64, by sums of some thousand terms, with room for the exponential
@@ -53,32 +50,6 @@ def test_an_optimizer_of_pytorch_clips_over_all_ranks(comm):
             ours.step()
     for name, parameter in whole[comm.rank].named_parameters():
         close(stage.parameters[f"{comm.rank}.{name}"], parameter.detach(), name)
-
-
-def test_our_adamw_on_a_module_is_that_of_pytorch():
-    (module,), (stage,) = own_stages(schedules.gpipe(1, 2), 0)
-    plain = copy.deepcopy(module)
-    decaying = [p for p in plain.parameters() if p.ndim > 1]
-    rest = [p for p in plain.parameters() if p.ndim < 2]
-    theirs = torch.optim.AdamW([{"params": decaying, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
-                               lr=1e-2, betas=(0.9, 0.95))  # fmt: skip
-    ours, data = optim.AdamW([stage], lr=1e-2), torch_models.batch()
-
-    def job(comm):
-        loss_of = adapters.torch_loss(torch_models.cross_entropy)
-        with Pipeline([stage], schedules.gpipe(1, 2), comm, loss=loss_of) as pipeline:
-            for _ in range(5):
-                theirs.zero_grad()
-                words, following = map(torch.from_numpy, data)
-                loss = torch_models.cross_entropy(plain(words), following)
-                loss.backward()
-                theirs.step()
-                close(pipeline.step(*data).loss, loss.item(), "loss")
-                ours.step()
-
-    inprocess.run(1, job)
-    for (name, expected), found in zip(plain.named_parameters(), module.parameters()):
-        close(found.detach(), expected.detach(), name)
 
 
 @pytest.mark.parametrize("none", [False, True], ids=["gradients kept", "zero_grad() set them to None"])

@@ -61,6 +61,7 @@ def test_arrays_and_tensors_are_one_memory():
         assert np.shares_memory(parameter.detach().numpy(), stage.parameters.flat)
         assert np.shares_memory(parameter.grad.numpy(), stage.gradients.flat)
         assert stage.parameters[name].shape == tuple(parameter.shape)
+    assert [decays for *_, decays in stage.decay_ranges] == [True, False]
     stage.gradients.flat[...] = 1
     theirs.step()
     np.testing.assert_array_equal(stage.parameters["bias"], before[1].numpy() - 1)
@@ -129,38 +130,6 @@ def test_the_halves_of_the_backward_are_the_whole(compiled):
     np.testing.assert_allclose(stage.gradients.flat, 2 * gradients, rtol=1e-12, atol=1e-14)
     np.testing.assert_allclose(dx, whole, rtol=1e-12, atol=1e-14)
     stage.forward(x, EVALUATION)
-
-
-class Counted(torch.autograd.Function):
-    calls = 0
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, dy):
-        Counted.calls += 1
-        return dy * 2
-
-
-def test_no_node_without_a_parameter_is_gone_through_twice():
-    linear = torch.nn.Linear(3, 3, dtype=torch.float64)
-    stage = adapters.torch_stage(torch.nn.Sequential(linear, Of(lambda m, x: Counted.apply(Counted.apply(x)))))
-    y, saved = stage.forward(np.ones((2, 3)))
-    Counted.calls = 0
-    _, pending = stage.backward_input(y, saved)
-    assert Counted.calls == 2
-    stage.backward_weight(pending)
-    assert Counted.calls == 2
-
-
-def test_integers_leave_all_work_to_the_second_half():
-    stage = adapters.torch_stage(torch.nn.Embedding(4, 3, dtype=torch.float64))
-    y, saved = stage.forward(np.array([0, 2, 2]))
-    dx, before = in_halves(stage, np.ones_like(y), saved)
-    assert dx is None and not before.any()
-    np.testing.assert_array_equal(stage.gradients["weight"], [[1] * 3, [0] * 3, [2] * 3, [0] * 3])
 
 
 # -- traps ------------------------------------------------------------------------------------------------------------

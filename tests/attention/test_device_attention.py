@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from support.device_attention import CASES, DOCUMENTS, agrees, make, opposed, reference, through_local
+from support.device_attention import CASES, agrees, make, opposed, reference, through_local
 from support.rings import refused
 from support.rings import through_ring as through_host_ring
 
@@ -13,7 +13,6 @@ from mpipipe.attention.kernels import cupy
 from mpipipe.attention.layout import KINDS, Layout
 from mpipipe.comm.ring_exchange import RingExchange
 from mpipipe.errors import ArgumentError, MismatchError
-from mpipipe.job import inprocess
 
 DTYPES = ["float64", "float32", "float16", "bfloat16"]
 WAYS = [("", "float64"), ("", "float32"), ("cupy", "float16"), ("cupy", "bfloat16")]  # MPIPIPE_ATTENTION, dtype
@@ -114,23 +113,6 @@ def test_views_with_any_strides_are_taken(place, dtype):
 
 
 through_ring = partial(through_host_ring, place=arrays.upload)
-
-RINGS = [
-    ({}, {}), (dict(causal=False), dict(keys=13)), (dict(window=7), {}), (dict(segments=DOCUMENTS), {}),
-    ({}, dict(seq=3)), ({}, dict(dim=5, value_dim=3, seq=19)),
-]  # fmt: skip
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("options, sizes", RINGS, ids=str)
-@pytest.mark.parametrize("ranks", [1, 2, 5])
-def test_rings_in_one_process(gpu, ranks, options, sizes):
-    dtype = DTYPES[(ranks + RINGS.index((options, sizes))) % len(DTYPES)]
-    whole = make(dtype, **sizes)
-    for layout in KINDS:
-        given = dict(options, layout=layout)
-        found = inprocess.run(ranks, lambda comm, given=given: through_ring(comm, whole, **given)[0])
-        agrees(found[0], reference(whole, **options), dtype)
 
 
 @pytest.mark.parametrize("dtype, layout, direct", zip(DTYPES, [*KINDS, "zigzag"], "0110"))

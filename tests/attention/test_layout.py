@@ -63,15 +63,6 @@ def test_shards_cover_the_sequence_and_come_together_again(kind, ranks, seq):
     np.testing.assert_array_equal(layout.unshard(shards), array)
 
 
-@pytest.mark.parametrize(
-    "kind, work", [("zigzag", [294] * 4), ("contiguous", [78, 222, 366, 510]), ("striped", [276, 288, 300, 312])]
-)
-def test_work_of_each_rank(kind, work):
-    layout = Layout(kind, 4, 48)
-    found = [sum(part.pairs for k in range(4) for part in layout.needs(q, k)) for q in range(4)]
-    assert found == work
-
-
 @pytest.mark.parametrize("window, steps", [(1, 1), (2, 2), (256, 2), (257, 2), (258, 3), (10_000, 4), (None, 4)])
 def test_steps_that_nobody_needs_are_not_taken(window, steps):
     layout = Layout("contiguous", 4, 1024)

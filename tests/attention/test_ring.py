@@ -76,17 +76,6 @@ def test_half_precision_does_not_suffer_from_the_ring(comm, kind):
         assert np.sqrt((error**2).mean()) <= 1.02 * np.sqrt((rounding(expected[at]) ** 2).mean())
 
 
-def test_extreme_scores(comm):
-    """Logits of ten thousand on both sides, and keys that are all the same."""
-    q, k, v, dout = arrays(100, size=40.0)
-    q *= 25
-    assert np.abs(np.einsum("bihd,bjhd->bhij", q[:, :, ::2], k)).max() > 1e4
-    with np.errstate(over="raise", invalid="raise"):
-        agrees(through_ring(comm, [q, k, v, dout], layout="zigzag")[0], dense(q, k, v, dout))
-        k[...] = k[:, :1]
-        agrees(through_ring(comm, [q, k, v, dout], layout="zigzag")[0], dense(q, k, v, dout))
-
-
 def test_without_keys_everything_is_zero(comm):
     q, k, v, dout = arrays(12, keys=0)
     (out, lse, dq, _, _), _ = through_ring(comm, [q, k, v, dout], causal=False)

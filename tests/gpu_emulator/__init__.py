@@ -12,9 +12,9 @@ import types
 from functools import partial
 
 from . import array, blas, compiler, cudnn, memory, nccl, runtime, streams, toolkit
-from .array import explicit, now, poisoned
+from .array import now, poisoned
 from .compiler import compiler as host_compiler
-from .machine import CUDARuntimeError, DeviceHangError, HiddenAccess, Machine, NotEmulatedError, _machines, machine
+from .machine import CUDARuntimeError, HiddenAccess, Machine, NotEmulatedError, _machines, machine
 
 VARIABLES = ("CUDNN_FRONTEND_CUDART_LIB_NAME",)  # that the package sets for the libraries of a GPU
 _replaced: list[dict] = []
@@ -76,10 +76,6 @@ def cupy_modules(amd: bool = False) -> dict:
         "memory": {**pools, "OutOfMemoryError": memory.OutOfMemoryError},
         "stream": order,
         "device": {"Device": runtime.Device, **handle},
-        "nvtx": {
-            "RangePush": lambda message, id_color=-1: machine().ranges.append(message),
-            "RangePop": lambda: machine().ranges.pop(),
-        },
         "compiler": {"CompileException": toolkit.CompileException},
         "nvrtc": {"getVersion": toolkit.getVersion},
         "nccl": {**_public(nccl), **NCCL},
@@ -190,19 +186,6 @@ def uninstall() -> list[str]:
 
 
 __all__ = [
-    "CUDARuntimeError",
-    "DeviceHangError",
-    "HiddenAccess",
-    "Machine",
-    "NotEmulatedError",
-    "cublas_module",
-    "cupy_modules",
-    "emulated",
-    "explicit",
-    "host_compiler",
-    "install",
-    "machine",
-    "now",
-    "poisoned",
-    "uninstall",
-]
+    "CUDARuntimeError", "HiddenAccess", "Machine", "cublas_module", "cupy_modules", "emulated", "host_compiler",
+    "install", "machine", "now", "poisoned", "uninstall",
+]  # fmt: skip

@@ -1,7 +1,5 @@
 """cupy.ndarray without arithmetic: memory, views, and an error for everything that looks inside."""
 
-from contextlib import contextmanager
-
 import numpy as np
 
 from .machine import POISON, HiddenAccess, NotEmulatedError, machine
@@ -110,15 +108,6 @@ class ndarray:
             machine().launch(get_current_stream().queue, "copy", lambda: target.__setitem__(..., source))
         return new
 
-    def get(self, stream=None, order="C", out=None, blocking=True):
-        """A host copy: waits for the current stream, which is counted."""
-        home = machine()
-        if not getattr(home, "explicit", 0):
-            home.count("ndarray.get")
-        queue = get_current_stream().queue
-        home.advance(queue, queue.issued)
-        return self._host.copy()
-
     def __array_ufunc__(self, ufunc, *rest, **named):
         raise HiddenAccess(f"numpy.{ufunc.__name__} of a device array: {REMEDY}")
 
@@ -155,17 +144,6 @@ def now(array: ndarray) -> np.ndarray:
 def poisoned(array: ndarray) -> bool:
     """Whether an array holds nothing but poison at this moment."""
     return bool((now(array).reshape(-1).view(np.uint8) == POISON).all())
-
-
-@contextmanager
-def explicit():
-    """Within, ndarray.get() is meant, and not counted."""
-    home = machine()
-    home.explicit = getattr(home, "explicit", 0) + 1
-    try:
-        yield
-    finally:
-        home.explicit -= 1
 
 
 def empty(shape, dtype=float, order="C") -> ndarray:

@@ -8,7 +8,6 @@ import enum
 import ml_dtypes
 import numpy as np
 
-from . import toolkit
 from .machine import CUDARuntimeError, HiddenAccess, machine
 from .memory import view_of
 from .streams import get_current_stream
@@ -25,7 +24,6 @@ cudnnGraphNotSupportedError.__module__ = "cudnn._compiled_module"
 data_type = enum.IntEnum("data_type", "FLOAT DOUBLE HALF BFLOAT16 INT32 INT64 BOOLEAN NOT_SET", start=0)
 heur_mode = enum.IntEnum("heur_mode", "A B FALLBACK", start=0)
 diagonal_alignment = enum.IntEnum("diagonal_alignment", "TOP_LEFT BOTTOM_RIGHT", start=0)
-build_plan_policy = enum.IntEnum("build_plan_policy", "HEURISTICS_CHOICE ALL", start=0)
 DTYPES = {
     data_type.FLOAT: np.dtype(np.float32),
     data_type.HALF: np.dtype(np.float16),
@@ -59,10 +57,6 @@ def set_stream(handle: int, stream: int):
     machine().queue_of(stream)
     _handles()[handle]  # KeyError: no such handle
     _handles()[handle] = stream
-
-
-def get_stream(handle: int) -> int:
-    return _handles()[handle]
 
 
 class tensor:
@@ -116,7 +110,7 @@ class pygraph:
                  device_property=None, is_dynamic_shape_enabled=False, is_override_shape_enabled=False):  # fmt: skip
         self._io, self._compute, self._handle = io_data_type, compute_data_type, handle
         self._intermediate, self._sm_version = intermediate_data_type, sm_version
-        self._done: list[str] = []
+        self._done = ""
         self._tensors: list[tensor] = []
         self._facts: dict = {}
 
@@ -155,11 +149,10 @@ class pygraph:
 
     # -- from description to plan, in this order
 
-    def _step(self, name, *before):
-        missing = [step for step in before if step not in self._done]
-        if missing:
-            raise cudnnGraphNotSupportedError(f"{name} before {missing[0]}")
-        self._done.append(name)
+    def _step(self, name, before):
+        if self._done != before:
+            raise cudnnGraphNotSupportedError(f"{name} after {self._done}")
+        self._done = name
 
     def validate(self):
         f = self._facts
@@ -167,8 +160,7 @@ class pygraph:
         value_dim = f["v"].dim[3]
         refused = cudnnGraphNotSupportedError
         if self._sm_version is None:
-            toolkit.open_runtime()
-            self._sm_version = machine().capability
+            raise RuntimeError("Unable to load any libcudart.so.* library.")  # which alone knows the GPU
         major = self._sm_version // 10
         if major < 8:
             raise refused("SDPA FP16/BF16 requires SM80 (Ampere) or newer architecture")
@@ -188,7 +180,7 @@ class pygraph:
         for part in ("q", "k", "v", "o", "dO", "dq", "dk", "dv"):
             if part in f and f[part].stride and f[part].stride[-1] != 1:
                 raise refused(f"{part}: the stride for the last dimension corresponding to the embedding must be 1")
-        self._step("validate")
+        self._step("validate", "")
 
     def build_operation_graph(self):
         self._step("build_operation_graph", "validate")
@@ -218,17 +210,15 @@ class pygraph:
         if data_type.FLOAT not in (self._compute,) or self._intermediate != data_type.FLOAT:
             raise cudnnGraphNotSupportedError("No execution plans support the graph: compute in FLOAT")
 
-    def build_plans(self, policy=build_plan_policy.HEURISTICS_CHOICE):
+    def build_plans(self):
         self._step("build_plans", "check_support")
 
     def get_workspace_size(self) -> int:
-        if "build_plans" not in self._done:
-            raise RuntimeError("Plan index -1 is invalid.")
         batch, heads, seq, dim = self._facts["q"].dim
         return batch * heads * seq * 4 * dim if self._facts["backward"] else 0
 
     def execute(self, tensor_to_device_buffer, workspace, handle=None, **unknown):
-        if "build_plans" not in self._done:
+        if self._done != "build_plans":
             raise RuntimeError("Plan index -1 is invalid.")
         handle = self._handle if handle is None else handle
         home = machine()
@@ -309,5 +299,5 @@ def _backward(facts, found):
     found["dv"][...] = summed(weights.transpose(0, 1, 3, 2) @ dout).astype(found["dv"].dtype)
 
 
-NAMES = """cudnnGraphNotSupportedError data_type heur_mode diagonal_alignment build_plan_policy backend_version
-create_handle set_stream get_stream tensor pygraph""".split()
+NAMES = """cudnnGraphNotSupportedError data_type heur_mode diagonal_alignment backend_version
+create_handle set_stream tensor pygraph""".split()

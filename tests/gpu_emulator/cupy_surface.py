@@ -29,12 +29,11 @@ LIBRARIES = {"cupy.cuda.cublas": "cuBLAS", "cupy.cuda.nccl": "NCCL"}  # modules 
 
 
 class Parameter(NamedTuple):
-    """One parameter: its name, its C type or "", whether it may be left out, whether it is given by name alone."""
+    """One parameter: its name, its C type or "", whether it may be left out."""
 
     name: str
     c_type: str
     optional: bool
-    by_name: bool
 
 
 # -- an installed CuPy
@@ -92,11 +91,6 @@ def _signature(thing: Any) -> str:
     return re.sub(r"\((self, |self)", "(", text.partition(" ->")[0])
 
 
-def version() -> str:
-    """The version of the installed CuPy."""
-    return import_module("cupy").__version__
-
-
 # -- what is written
 
 
@@ -111,13 +105,12 @@ def parameters(name: str) -> list[Parameter] | None:
     text = str(written()[name]).removeprefix(f"{CLASS} ")
     if not text.startswith("(") or text == "(...)":
         return None
-    found, by_name = [], False
+    found = []
     for part in _split(text[1:-1]):
-        by_name |= part.startswith("*")
         declared, equals, _ = (piece.strip() for piece in part.partition("="))
         declared = declared.partition(":")[0]
         if declared not in ("*", "/"):
-            found.append(Parameter(declared.split()[-1], declared.rpartition(" ")[0], bool(equals), by_name))
+            found.append(Parameter(declared.split()[-1], declared.rpartition(" ")[0], bool(equals)))
     return found
 
 
@@ -165,7 +158,7 @@ def main() -> int:
             missing.append(f"{name}: {str(error).splitlines()[0]}")
     sys.stdout.write("".join(f"{line}\n" for line in missing))
     if not missing:
-        FILE.write_text(json.dumps({"CuPy": version(), "names": content}, indent=1) + "\n")
+        FILE.write_text(json.dumps({"CuPy": import_module("cupy").__version__, "names": content}, indent=1) + "\n")
     return int(bool(missing))
 
 

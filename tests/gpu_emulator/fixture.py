@@ -45,14 +45,6 @@ class Gpu:
     def crossed(self) -> dict[str, int]:
         return {"to_device": 0, "to_host": 0} if self.real else dict(self.machine.crossed)
 
-    def crossing(self, call) -> dict[str, int]:
-        """The bytes that a call takes across, by direction; skips on a real GPU, where nobody counts them."""
-        if self.real:
-            pytest.skip("bytes are counted on the emulated device only")
-        before = self.crossed
-        call()
-        return {direction: after - before[direction] for direction, after in self.crossed.items()}
-
     def expected_error(self) -> list[str]:
         """What went wrong on the emulated device, which then counts as seen."""
         if self._emulated is None:

@@ -155,15 +155,12 @@ class Machine:
     faults : what of FAULTS is wrong with this machine
     capability : compute capability of all devices, ten times the major number plus the minor one
     memory : bytes of each device
-    loader_finds : CUDA runtime libraries on the dynamic loader's path; with pip packages alone there is none
     """
 
     def __init__(self, seed: int = 0, devices: int = 1, faults=(), memory: int = 1 << 34, amd: bool = False):
         self.amd = amd
         self.faults, self.capability, self.memory = set(faults), 90, memory
         assert self.faults <= set(FAULTS), f"no fault of an emulated machine among {self.faults}"
-        self.loader_finds: list[str] = []
-        self.runtime_loaded: list[str] = []
         self.lock = threading.RLock()
         self.local = threading.local()
         self.random = random.Random(seed)
@@ -181,13 +178,12 @@ class Machine:
         self.crossed = {"to_device": 0, "to_host": 0}
         self.errors: list[str] = []
         self.broken = False
-        self.ranges: list[str] = []
         self.number_issued = 0
         self.one_queue = False  # whether all streams share one queue in hardware: see _advance_in_issue_order
         self.first_bus = 0  # bus number of device 0: ranks with different ones have GPUs of their own
         self.patience = 60.0  # seconds that the host waits for a peer's part before that counts as a hang
         self.communicators: list = []  # of NCCL, of this rank
-        self.used_bytes = self.peak_bytes = 0
+        self.used_bytes = 0
         self.refused: list[str] = []  # what a library said besides its status
         self.cublas_workspace: tuple[int, int] | None = None  # address and bytes that cuBLAS was given
         self.pool = self.allocator = None  # CuPy's default pool, and what the program has put in its place

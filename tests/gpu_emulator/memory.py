@@ -50,7 +50,6 @@ class Memory:
             self._recording.operations.append(("alloc", self._block.poison))
         self.home.device_ranges.add(self.ptr, self.size)
         self.home.used_bytes += self.size
-        self.home.peak_bytes = max(self.home.peak_bytes, self.home.used_bytes)
 
     @property
     def _storage(self) -> np.ndarray:

@@ -24,7 +24,7 @@ import ml_dtypes
 import numpy as np
 
 from .machine import DeviceHangError, HiddenAccess, machine
-from .runtime import deviceGetPCIBusId, getDevice
+from .runtime import _integers, deviceGetPCIBusId, getDevice
 
 NCCL_SUM = 0
 NCCL_INT8, NCCL_UINT8, NCCL_INT32, NCCL_UINT32, NCCL_INT64, NCCL_UINT64 = range(6)
@@ -61,12 +61,6 @@ def get_unique_id() -> bytes:
     folder.mkdir()
     atexit.register(shutil.rmtree, folder, True)
     return str(folder).encode().ljust(_ID_BYTES, b"\0")
-
-
-def _integers(**arguments):
-    for name, value in arguments.items():
-        if type(value) is not int:
-            raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
 
 
 def _write(path: Path, content: bytes):

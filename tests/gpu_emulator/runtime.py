@@ -58,18 +58,6 @@ def memGetInfo() -> tuple[int, int]:
     return machine().memory - machine().used_bytes, machine().memory
 
 
-def _whole(name):
-    def refuse(*rest):
-        raise HiddenAccess(f"{name} waits for the whole device")
-
-    return refuse
-
-
-deviceSynchronize = _whole("cupy.cuda.runtime.deviceSynchronize")
-memcpy = _whole("cupy.cuda.runtime.memcpy")
-memset = _whole("cupy.cuda.runtime.memset")
-
-
 def _integers(**arguments):
     for name, value in arguments.items():
         if not isinstance(value, int):
@@ -113,9 +101,6 @@ class Device:
 
     def use(self):
         setDevice(self.id)
-
-    def synchronize(self):
-        raise HiddenAccess("Device.synchronize waits for the whole device")
 
     @property
     def compute_capability(self) -> str:

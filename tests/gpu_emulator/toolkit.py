@@ -3,8 +3,6 @@
 The texts are those of CuPy 14.2, cuda-pathfinder 1.9 and nvidia-cudnn-frontend 1.27.
 """
 
-import os
-import sys
 from typing import NamedTuple
 
 from . import cublas
@@ -42,9 +40,8 @@ def load_nvidia_dynamic_lib(libname: str) -> LoadedDL:
     assert libname == "cudart", libname
     if "libcudart" in home.faults:
         raise DynamicLibNotFoundError(_not_found("libcudart"))
-    file = f"libcudart.so.{OTHER if 'two cudas' in home.faults else MAJOR}"
-    home.runtime_loaded.append(file)
-    return LoadedDL(f"/site-packages/nvidia/cu{MAJOR}/lib/{file}")
+    version = OTHER if "two cudas" in home.faults else MAJOR
+    return LoadedDL(f"/site-packages/nvidia/cu{MAJOR}/lib/libcudart.so.{version}")
 
 
 def getVersion() -> tuple[int, int]:
@@ -67,18 +64,3 @@ def require_cublas():
     """Raise what CuPy raises at the first use of cuBLAS where it is not found."""
     if "cublas" in machine().faults:
         raise ImportError(_not_found("libcublasLt"))
-
-
-def open_runtime() -> str:
-    """How cudnn opens the CUDA runtime: by the variable, else by name, the older version first."""
-    home = machine()
-    chosen = os.environ.get("CUDNN_FRONTEND_CUDART_LIB_NAME")
-    if chosen:
-        return chosen
-    found = [name for name in ("libcudart.so.12", "libcudart.so.13") if name in home.loader_finds + home.runtime_loaded]
-    if not found:
-        raise RuntimeError("Unable to load any libcudart.so.* library.")
-    if len(found) > 1:
-        print(f"cuDNN Frontend warning: Multiple libcudart libraries found: {found[0]} and {found[1]}.",
-              file=sys.stderr)  # fmt: skip
-    return found[0]

@@ -1,7 +1,8 @@
-"""SelfAttention against a dense float64 reference, and the rotary embedding against its definition."""
+"""SelfAttention against a dense float64 reference with rotations as products of complex numbers."""
 
 import numpy as np
 import pytest
+from support import reference_attention
 from support.gradcheck import check_stage
 from support.tolerance import close, largest
 
@@ -13,36 +14,22 @@ from mpipipe.job import inprocess
 RANDOM = np.random.default_rng(6)
 
 
-def apply_rope(x, positions, base):
-    """x (seq, head_dim): each pair of neighbours turned by a 2 x 2 matrix; each axis of positions turns its block."""
-    y = np.empty_like(x)
-    positions = np.reshape(positions, (len(x), -1))
-    width = x.shape[1] // positions.shape[1]
-    for row, numbers in enumerate(positions):
-        for i in range(x.shape[1] // 2):
-            axis, pair = divmod(2 * i, width)
-            angle = numbers[axis] * base ** (-pair / width)
-            turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
-            y[row, 2 * i : 2 * i + 2] = turn @ x[row, 2 * i : 2 * i + 2]
-    return y
+def turned(x, positions, base):
+    """x (batch, seq, heads, dim): pairs of neighbours as complex numbers; each axis of positions turns its block."""
+    positions = np.reshape(positions, (x.shape[1], -1))
+    width = x.shape[3] // positions.shape[1]
+    frequencies = base ** (-np.arange(0, width, 2) / width)
+    angles = np.concatenate([axis[:, None] * frequencies for axis in positions.T], 1)
+    pairs = (x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(1j * angles)[:, None]
+    return np.stack([pairs.real, pairs.imag], -1).reshape(x.shape)
 
 
 def dense(x, parameters, heads, kv_heads, positions, base, causal):
-    dim = x.shape[-1]
-    head_dim = dim // heads
-    qkv = x @ parameters["0.qkv"].T
-    out = np.empty_like(x)
-    for b in range(len(x)):
-        for head in range(heads):
-            kv = head // (heads // kv_heads)
-            at = [head, heads + kv, heads + kv_heads + kv]
-            q, k, v = (qkv[b, :, i * head_dim : (i + 1) * head_dim] for i in at)
-            scores = apply_rope(q, positions, base) @ apply_rope(k, positions, base).T / np.sqrt(head_dim)
-            if causal:
-                scores[np.triu_indices(len(scores), 1)] = -np.inf
-            weights = np.exp(scores - scores.max(1, keepdims=True))
-            out[b, :, head * head_dim : (head + 1) * head_dim] = weights / weights.sum(1, keepdims=True) @ v
-    return out @ parameters["0.out"].T
+    qkv = (x @ parameters["0.qkv"].T).reshape(*x.shape[:2], heads + 2 * kv_heads, -1)
+    q, k, v = np.split(qkv, [heads, heads + kv_heads], 2)
+    q, k = turned(q, positions, base), turned(k, positions, base)
+    out = reference_attention.dense(q, k, v, np.zeros_like(q), causal)[0]
+    return out.reshape(x.shape) @ parameters["0.out"].T
 
 
 def cost(x, y, farthest):

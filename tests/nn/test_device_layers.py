@@ -1,7 +1,5 @@
 """Layers, losses and optimizers on a GPU against the same on the host."""
 
-import math
-
 import numpy as np
 import pytest
 from support.tolerance import bound, close, eps, largest, within
@@ -143,25 +141,6 @@ def test_embedding_takes_ids_from_either_side(gpu, kind, dtype):
         close(arrays.download(device.gradients[name]), expected, ids.size, largest(expected), what=name)
 
 
-def test_ids_outside_the_table_are_refused_on_the_host_and_give_nan_on_the_device(gpu):
-    device = nn.Stage([nn.Embedding(5, 4)], device="cuda")
-    ids = np.array([4, 5, -1, 0])
-    with pytest.raises(ArgumentError, match="out of range"):
-        device.forward(ids)
-    y, _ = device.forward(arrays.upload(ids))
-    np.testing.assert_array_equal(np.isnan(arrays.download(y)).all(1), [False, True, True, False])
-    with pytest.raises(ArgumentError, match="wrong dtype"):
-        nn.Stage([nn.Linear(4, 4)], device="cuda").forward(ids)
-
-
-def test_wrong_targets_are_refused_or_give_nan(gpu):
-    logits = arrays.upload(np.zeros((2, 3), np.float32))
-    with pytest.raises(ArgumentError, match="out of range"):
-        nn.softmax_cross_entropy(logits, np.array([0, 3]))
-    value, _ = nn.softmax_cross_entropy(logits, arrays.upload(np.array([0, 3])))
-    assert math.isnan(arrays.download(value))
-
-
 def test_inputs_that_do_not_fit_the_stage_are_refused(gpu):
     make = LAYERS["Linear"]
     on_host, on_device = nn.Stage(make()), nn.Stage(make(), device="cuda")
@@ -175,3 +154,10 @@ def test_inputs_that_do_not_fit_the_stage_are_refused(gpu):
     with pytest.raises(ArgumentError, match=r"layer 0 \(Linear\)"):
         on_device.forward(x[:, 1:])
     near(on_device.forward(x.T)[0], on_host.forward(x.T)[0], OPERATIONS)
+    ids = np.array([0, 3])
+    with pytest.raises(ArgumentError, match="wrong dtype"):
+        on_device.forward(ids)
+    with pytest.raises(ArgumentError, match="out of range"):
+        nn.Stage([nn.Embedding(3, 4)], device="cuda").forward(ids)
+    with pytest.raises(ArgumentError, match="out of range"):
+        nn.softmax_cross_entropy(arrays.upload(np.zeros((2, 3), np.float32)), ids)

@@ -110,16 +110,15 @@ def test_slices_start_with_the_values_of_the_whole_head(monkeypatch, tie):
     assert {entry.stream for entry in row_slices(matrix(5, 1), 2, "a")} == {"a"} and SKIPPED > 1000
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_an_embedding_in_slices_is_the_whole_one(dtype):
-    one, other = nn.Embedding(VOCAB, DIM, tie="t", scale=2.0), nn.Embedding(VOCAB, DIM, tie="t", scale=2.0, slices=5)
-    stages = [nn.Stage([layer], dtype, seed=1) for layer in (one, other)]
+    stages = [nn.Stage([nn.Embedding(VOCAB, DIM, tie="t", scale=2.0, slices=of)], dtype, seed=1) for of in (1, 5)]
     dy = RANDOM.standard_normal((*SHAPE, DIM)).astype(arrays.dtype(dtype))
     for ids in (LABELS, np.full(SHAPE, VOCAB - 1, np.int32)):
-        ys = [(stage, *stage.forward(ids)) for stage in stages]
-        assert ys[0][1].tobytes() == ys[1][1].tobytes()
-        for stage, _, saved in ys:
-            assert stage.backward(dy, saved) is None
+        (y, saved), (other, of_slices) = (stage.forward(ids) for stage in stages)
+        assert y.tobytes() == other.tobytes() and y.dtype == other.dtype
+        stages[0].backward(dy, saved)
+        stages[1].backward(dy, of_slices)
     first, second = (np.concatenate([*stage.gradients.values()]) for stage in stages)
     assert first.tobytes() == second.tobytes()
 

@@ -1,12 +1,9 @@
-"""Flat buffers, and their ranges of equal weight decay."""
+"""Flat buffers, and parameters in them that are frozen."""
 
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.gradcheck import check_split
 from support.gradients import gradient_norm
 
@@ -14,7 +11,7 @@ from mpipipe import arrays, nn, optim
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError
 from mpipipe.language.models import GPT
-from mpipipe.nn.parameters import FlatBuffer, decay_ranges, is_frozen
+from mpipipe.nn.parameters import FlatBuffer, is_frozen
 
 SHAPES = {"a": (3, 5), "b": (16,), "c": (0, 4), "d": (7,)}
 
@@ -30,25 +27,6 @@ def test_each_array_starts_on_a_cache_line(dtype):
         assert array.ctypes.data == buffer.flat.ctypes.data + buffer.offsets[name] * array.itemsize
     buffer["b"][...] = 1
     assert buffer.flat.astype(np.float64).sum() == 16
-
-
-def test_buffers_of_two_dtypes_have_the_offsets_of_the_narrower():
-    half = arrays.dtype("bfloat16")
-    wide = FlatBuffer(SHAPES, np.dtype(np.float32), narrowest=half)
-    assert wide.offsets == FlatBuffer(SHAPES, half).offsets != FlatBuffer(SHAPES, np.dtype(np.float32)).offsets
-    assert all(array.ctypes.data % 64 == 0 for array in wide.values() if array.size)
-
-
-@given(st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=20))
-def test_ranges_cover_the_buffer_once_and_alternate(parameters):
-    sizes = [size for size, _ in parameters]
-    starts = np.cumsum([0, *sizes])
-    offsets = {str(i): int(start) for i, start in enumerate(starts[:-1])}
-    ranges = decay_ranges(offsets, {str(i): decay for i, (_, decay) in enumerate(parameters)}, int(starts[-1]))
-    expected = np.repeat([decay for _, decay in parameters], sizes)
-    assert [start for start, _, _ in ranges] == [0, *(stop for _, stop, _ in ranges[:-1])]
-    assert np.array_equal(np.concatenate([[decay] * (stop - start) for start, stop, decay in ranges]), expected)
-    assert all(before[2] != after[2] for before, after in pairwise(ranges))
 
 
 # -- Frozen parameters: no gradient, no part in what is trained, and the same gradients for all others ----------------

@@ -55,18 +55,6 @@ def test_layers_below_the_end_of_backwards_keep_nothing():
     assert not attends[1]._sequences
 
 
-def test_tables_of_all_slices_are_kept(monkeypatch):
-    stage = nn.Stage(GPT(**SIZES).build(Sliced(Local(), (3,) * 8)), "float64")
-    made = []
-    make = stage.tables.make
-    monkeypatch.setattr(stage.tables, "make", lambda *arguments: made.append(1) or make(*arguments))
-    ids, _ = data()
-    for _ in range(2):
-        for at in range(8):
-            stage.forward(ids[0, :, 3 * at : 3 * at + 3], nn.Position(microbatch=at, keeps=False))
-    assert len(made) == 8  # of both layers
-
-
 # -- Which layers cannot take slices ----------------------------------------------------------------------------------
 
 

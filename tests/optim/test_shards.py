@@ -2,13 +2,14 @@
 
 import math
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from gpu_emulator.fixture import own_gpus
-from support import dense
-from support.gradients import fill
+from support import dense, gradients
+from support.gradients import fill, small_stages
 from support.small_gpt import build, text
 
 from mpipipe import Mesh, Pipeline, arrays, nn, optim
@@ -18,20 +19,14 @@ from mpipipe.job import inprocess
 from mpipipe.schedules import interleaved_1f1b, one_f_one_b
 
 GROUPS = [optim.Group("*.bias", lr=2), optim.Group("*.gain", lr=0.5, weight_decay=0.3)]
-OPTIMIZERS = {
-    "AdamW": lambda stages, **keys: optim.AdamW(stages, 0.01, weight_decay=0.1, **keys),
+OPTIMIZERS = gradients.OPTIMIZERS | {
     "AdamW in groups": lambda stages, **keys: optim.AdamW(stages, 0.01, weight_decay=0.1, groups=GROUPS, **keys),
-    "SGD": lambda stages, **keys: optim.SGD(stages, 0.01, weight_decay=0.1, **keys),
     "SGD with momentum": lambda stages, **keys: optim.SGD(stages, 0.01, 0.9, 0.1, groups=GROUPS, **keys),
 }
 
 
-def made(dtype="float32", device="cpu", sizes=((37, 13), (5, 3), (100, 60))):
-    """Stages of this rank, of which the second is smaller than a block for each replica."""
-    return [
-        nn.Stage([nn.Linear(*size), nn.RMSNorm(size[1])], dtype, number, device, 2 * number)
-        for number, size in enumerate(sizes)
-    ]
+# the second is smaller than a block for each replica
+made = partial(small_stages, sizes=((37, 13), (5, 3), (100, 60)))
 
 
 def on_host(array):
@@ -183,7 +178,7 @@ def test_a_stage_of_ones_own_may_have_any_flat_buffers(comm, kind):
 def test_each_replica_keeps_its_part_of_the_originals_alone(request, comm, device):
     if device == "cuda":
         request.getfixturevalue("gpu")
-    stages = made("bfloat16", device, ((300, 200), (200, 400)))
+    stages = made("bfloat16", device, sizes=((300, 200), (200, 400)))
     count = sum(stage.gradients.flat.size for stage in stages)
     memory = weakref.ref(stages[0].parameters.flat.base) if device == "cpu" else lambda: None
     optimizer = optim.AdamW(stages, 0.1, replicas=comm)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.gradients import fill, gradient_norm
+from support.gradients import OPTIMIZERS, fill, four_layers, gradient_norm
 from support.tolerance import bound, close, largest, within
 
 from mpipipe import nn, optim
@@ -16,35 +16,17 @@ from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.job import inprocess
 from mpipipe.optim.norm import expansion
 
-OPTIMIZERS = {
-    "adamw": lambda stages: optim.AdamW(stages, lr=0.01),
-    "sgd": lambda stages: optim.SGD(stages, lr=0.1, momentum=0.9, weight_decay=0.1),
-}
 UNSCALED = optim.LossScaler(1.0, dynamic=False)
 NUMBERS = st.lists(st.floats(0, 1e300), max_size=40)
-TERMS = 200 * 300 + 300 + 300 + 300 * 5 + 3 * 5  # in the gradients of `whole_model`, whose squares a norm adds up
+TERMS = 200 * 300 + 300 + 300 + 300 * 5 + 3 * 5  # in the gradients of `four_layers`, whose squares a norm adds up
 
 
-def whole_model(dtype="float64", cuts=((0, 2), (2, 4))):
-    """Four layers, cut into stages."""
-    layers = [nn.Linear(200, 300), nn.RMSNorm(300), nn.Linear(300, 5), nn.LayerNorm(5)]
-    stages = [nn.Stage(layers[a:b], dtype=dtype, first=a) for a, b in cuts]
-    for index, stage in enumerate(stages):
-        stage.index = index
-    return stages
-
-
-def model(rank, dtype="float32", step=0):
+def model(rank):
     """A stage of its own for each rank, with gradients."""
-    stage = nn.Stage([nn.Linear(7, 5), nn.RMSNorm(5)], dtype, seed=rank, first=2 * rank)
+    stage = nn.Stage([nn.Linear(7, 5), nn.RMSNorm(5)], seed=rank, first=2 * rank)
     stage.index = rank
-    draw(stage, rank, step)
+    fill([stage])
     return stage
-
-
-def draw(stage, rank, step, size=1.0):
-    rng = np.random.default_rng((rank, step))
-    stage.gradients.flat[...] = rng.normal(size=stage.gradients.flat.size) * 10.0 ** rng.integers(-3, 4) * size
 
 
 def norm_of(stages):
@@ -63,7 +45,7 @@ def test_an_expansion_is_the_exact_sum_in_few_numbers(numbers):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_clipping_scales_to_the_global_norm_of_the_gradients_without_their_scale(dtype):
-    stages = whole_model(dtype)
+    stages = four_layers(dtype)
     fill(stages)
     norm = norm_of(stages)
     copies = [stage.gradients.flat.copy() for stage in stages]
@@ -81,7 +63,7 @@ def test_clipping_scales_to_the_global_norm_of_the_gradients_without_their_scale
 
 
 def test_the_norm_of_huge_float32_gradients_does_not_overflow_and_that_of_others_is_told():
-    stages = whole_model("float32")
+    stages = four_layers("float32")
     fill(stages, size=1e30)
     assert 1e30 < optim.clip_by_global_norm(stages, 1.0) < math.inf
     for value in (math.inf, -math.inf, math.nan):
@@ -90,7 +72,7 @@ def test_the_norm_of_huge_float32_gradients_does_not_overflow_and_that_of_others
 
 
 def test_tied_copies_count_once():
-    made = whole_model()
+    made = four_layers()
     fill(made)
     whole = norm_of(made)
     left_out = float(np.sum(made[0].gradients["0.weight"] ** 2))
@@ -100,12 +82,12 @@ def test_tied_copies_count_once():
 
 
 def test_clipping_over_ranks_is_clipping_of_the_whole():
-    whole = whole_model("float32")
+    whole = four_layers("float32")
     fill(whole)
     norm = optim.clip_by_global_norm(whole, 0.5)
 
     def body(comm):
-        mine = [whole_model("float32")[comm.rank]]
+        mine = [four_layers("float32")[comm.rank]]
         fill(mine)
         return optim.clip_by_global_norm(mine, 0.5, comm), mine[0].gradients.flat
 
@@ -126,7 +108,7 @@ def test_a_scaled_step_is_clipping_and_a_step_of_the_true_gradients(make, max_no
     scaler, none = optim.LossScaler(2.0**12), optim.LossScaler(1.0, dynamic=False)
     for step in range(3):
         for stage, size in ((one, 1.0), (other, scaler.scale), (third, 1.0)):
-            draw(stage, 0, step, size)
+            fill([stage], step, size)
         scaled = other.gradients.flat.copy()
         norm = optim.clip_by_global_norm([one], max_norm)
         first.step(lr=0.02)
@@ -146,7 +128,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_ranks(comm, value):
     stage, scaler, history = model(comm.rank), optim.LossScaler(1024.0, interval=3), []
     optimizer, start = optim.AdamW([stage], 0.1), stage.parameters.flat.copy()
     for step in range(6):
-        draw(stage, comm.rank, step, scaler.scale)
+        fill([stage], step, scaler.scale)
         if step in (0, 2) and comm.rank == comm.size - 1:
             stage.gradients[f"{2 * comm.rank}.bias"][3] = value
         norm = optim.scaled_step(optimizer, scaler, 1.0, comm=comm)

@@ -2,8 +2,29 @@
 
 import numpy as np
 
-from mpipipe import arrays
+from mpipipe import arrays, nn, optim
 from mpipipe.optim.norm import Norm
+
+OPTIMIZERS = {
+    "AdamW": lambda stages, **keys: optim.AdamW(stages, 0.01, weight_decay=0.1, **keys),
+    "SGD": lambda stages, **keys: optim.SGD(stages, 0.01, weight_decay=0.1, **keys),
+    "SGD with momentum": lambda stages, **keys: optim.SGD(stages, 0.01, 0.9, 0.1, **keys),
+}
+
+
+def small_stages(dtype="float32", device="cpu", sizes=((37, 13), (37, 13))):
+    """Stages of a linear layer and a norm, whose parameters have two ranges of weight decay."""
+    layers = [[nn.Linear(*size), nn.RMSNorm(size[1])] for size in sizes]
+    return [nn.Stage(both, dtype, number, device, 2 * number) for number, both in enumerate(layers)]
+
+
+def four_layers(dtype="float64"):
+    """Four layers in two stages."""
+    layers = [nn.Linear(200, 300), nn.RMSNorm(300), nn.Linear(300, 5), nn.LayerNorm(5)]
+    stages = [nn.Stage(layers[at : at + 2], dtype, first=at) for at in (0, 2)]
+    for index, stage in enumerate(stages):
+        stage.index = index
+    return stages
 
 
 def fill(stages, seed=0, size=1.0, bad=None):
