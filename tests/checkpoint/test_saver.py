@@ -186,6 +186,18 @@ def test_the_optimizer_does_not_wait_for_the_disk_and_poll_never_does(comm, mpi_
         assert saver.wait() == path == checkpoint.newest(mpi_tmp_path)
 
 
+def test_the_program_may_change_its_folder_while_a_checkpoint_is_written(comm, mpi_tmp_path, forcing, monkeypatch):
+    monkeypatch.chdir(mpi_tmp_path)
+    with saving(comm, "run") as saver:
+        saver.save(1)
+        assert forcing.came.wait(PATIENCE)
+        monkeypatch.chdir("/")
+        comm.Barrier()
+        forcing.opened.set()
+        saver.wait()
+    assert checkpoint.newest(mpi_tmp_path / "run").name == "step-00000001"
+
+
 class Plain:
     """A stage and an optimizer of one's own, which nobody can tell of a save."""
 
