@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mpipipe.comm import allreduce
+from mpipipe.job import inprocess
 from mpipipe.job.wait import wait_for
 
 
@@ -40,9 +41,7 @@ def test_64_megabytes_and_an_empty_buffer(comm):
     assert total(comm, np.empty(0)).size == 0
 
 
-@pytest.mark.parametrize("most", [1 << 30, 1000])
-def test_a_gather_leaves_each_range_as_its_rank_has_it(comm, monkeypatch, most):
-    monkeypatch.setattr(allreduce, "GATHERED", most)
+def check_gather(comm):
     edges = np.cumsum([0, *(3000 * rank + 7 for rank in range(comm.size - 1)), 0]).tolist()
     ranges = list(pairwise(edges))  # of different sizes, the last one empty
     expected = np.concatenate([(-1.0) ** rank * np.arange(start, stop) for rank, (start, stop) in enumerate(ranges)])
@@ -51,3 +50,13 @@ def test_a_gather_leaves_each_range_as_its_rank_has_it(comm, monkeypatch, most):
     flat[start:stop] = expected[start:stop]
     wait_for(allreduce.AllGather(comm, flat, ranges))
     assert flat.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("most", [1 << 30, 1000])
+def test_a_gather_leaves_each_range_as_its_rank_has_it(comm, monkeypatch, most):
+    monkeypatch.setattr(allreduce, "GATHERED", most)
+    check_gather(comm)
+
+
+def test_so_does_a_gather_of_ranks_that_are_threads():
+    inprocess.run(3, check_gather)
