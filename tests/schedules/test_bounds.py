@@ -27,8 +27,9 @@ def test_the_bound_is_reached_where_no_rank_waits(ranks):
         (schedules.zero_bubble_v(ranks, 4 * ranks), 6),
     ):
         assert lower_bound(schedule) == simulate(schedule).makespan == work * 4 * ranks + ranks - 1
-    # One micro-batch goes forth and back, and the weight gradient of the first stage follows.
-    assert lower_bound(schedules.one_f_one_b(ranks, 1)) == 2 * ranks + 1
+    # Without weight gradients the last rank has work from its first forward on, and what follows goes back to rank 0.
+    plain, costs = schedules.one_f_one_b(ranks, 4 * ranks), Costs(1, 1, 0)
+    assert lower_bound(plain, costs) == simulate(plain, costs).makespan == 2 * 4 * ranks + 2 * (ranks - 1)
 
 
 @pytest.mark.parametrize("schedule", [schedules.forward_only(3, 1, 5), schedules.forward_only(2, 3, 4)])
