@@ -62,7 +62,8 @@ def mean_squared_error(output: Array, target: Array, factor: float = 1.0) -> Los
             found=kinds,
             expected="real targets, or complex output",
         )
-    if not isinstance(output, np.ndarray) or not isinstance(target, np.ndarray):
+    if type(output) is not np.ndarray or type(target) is not np.ndarray:
+        _refuse_masks(output, target)
         fits = arrays.is_device(target) and arrays.is_floating(target.dtype)
         if arrays.is_device(output) and not fits:
             target = arrays.upload(arrays.on_host(target).astype(output.dtype))
@@ -178,9 +179,15 @@ for _loss in (mean_squared_error, softmax_cross_entropy, mean_of_losses):
     vars(_loss)["mean_over_entries"] = vars(_loss)["wants_host_targets"] = True
 
 
+def _refuse_masks(*several: Array) -> None:
+    for array in several:
+        arrays.refuse_mask(array)
+
+
 def _check_shapes(
     message: str, output: Array, target: Array, shape: Shape, remedy: str | None = None
 ) -> None:
+    _refuse_masks(output, target)
     if shape != target.shape or not output.size:
         shapes = f"output {output.shape}, target {target.shape}"
         expected = f"a target of shape {shape}, not empty"

@@ -175,3 +175,13 @@ def test_complex_targets_of_a_real_output_are_refused(gpu):
     for place in (np.array, arrays.upload):
         with pytest.raises(ArgumentError, match="complex targets of real numbers"):
             nn.mean_squared_error(place(output), target)
+
+
+@pytest.mark.parametrize("loss", [nn.mean_squared_error, nn.softmax_cross_entropy])
+def test_no_loss_looks_past_a_mask(loss):
+    output, target = np.ones((4, 3), np.float32), np.zeros((4, 3), np.float32)
+    if loss is nn.softmax_cross_entropy:
+        target = np.zeros(4, int)
+    for given in ((np.ma.array(output), target), (output, np.ma.array(target))):
+        with pytest.raises(ArgumentError, match="a masked array, whose mask would be lost"):
+            loss(*given)

@@ -89,6 +89,7 @@ class AttentionKernel(Protocol):
 def check_arrays(q: Array, k: Array, v: Array) -> None:
     """Raise ArgumentError unless q, k and v are arrays that can attend to each other."""
     for name, array in (("q", q), ("k", k), ("v", v)):
+        arrays.refuse_mask(array)
         if getattr(array, "dtype", None) not in arrays.COMPUTE_DTYPES:
             raise ArgumentError(
                 f"attention: {name}",
